@@ -114,6 +114,7 @@ class MTPDrafts:
         self._covered: dict[Request, int] = {}  # positions whose rows of this layer are there
         self._news: dict[Request, list[torch.Tensor]] = {}  # hidden rows of the positions behind
         self._drafts: dict[Request, Growing] = {}
+        self._noted = 0  # hidden rows since drafts were made last
         self._proposed: dict[Request, list[torch.Tensor]] = {}  # of what each of them was drawn
 
     def begin(self, request: Request, start: int) -> None:
@@ -123,12 +124,20 @@ class MTPDrafts:
     def note(self, request: Request, start: int, rows: torch.Tensor) -> None:
         """Take the hidden rows that a step computed, of tokens and drafts from ``start`` on."""
         news = self._news.get(request)
-        if news is not None and self._covered[request] + sum(map(len, news)) == start:
+        if news is None:
+            return
+        self._noted += len(rows)
+        passed = self._covered[request] + sum(map(len, news)) - start
+        if self._noted > self._tokens:  # more than can be computed at once
+            del self._covered[request], self._news[request]
+        elif passed >= 0:
+            if passed:  # drafts of the step before, that did not count
+                news[-1] = news[-1][:-passed]
             news.append(rows)
 
     def rest(self) -> None:
         """Note nothing from now on, until :meth:`prepare`."""
-        self.active = False
+        self.active, self._noted = False, 0
         for kept in (self._covered, self._news, self._drafts, self._proposed):
             kept.clear()
 
@@ -142,7 +151,7 @@ class MTPDrafts:
     @torch.inference_mode()
     def prepare(self, count: int) -> None:
         """Compute the rows of everything that is known now, and draft up to ``count`` tokens for each who decodes."""
-        self.active, self._drafts, self._proposed = True, {}, {}
+        self.active, self._drafts, self._proposed, self._noted = True, {}, {}, 0
         work = self._work()
         if not work:
             return

@@ -387,3 +387,35 @@ def test_a_draft_layer_that_rests_is_not_asked_for_those_who_ran() -> None:
     )  # fmt: skip
     assert bench.generate(rows, 40) == wanted
     assert bench.scheduler.metrics.counters["spec_drafts_total"][""] > 0
+
+
+def test_hidden_rows_of_drafts_that_did_not_count_make_room_for_those_that_do() -> None:
+    """As where a tick without drafts follows one that verified some: four rows were noted, two positions count."""
+    drafts = Bench(make_model("deepseek"), mtp=1, drop_last_block=True).executor.mtp
+    assert drafts is not None
+    request, rows = Request(Submit(1, b"\0" * 8), 1, [1, 2], frozenset(), 0), torch.arange(8.0)[:, None]
+    drafts.begin(request, 10)
+    drafts.note(request, 10, rows[:4])
+    drafts.note(request, 12, rows[4:5])
+    drafts.note(request, 13, rows[5:8])
+    drafts.note(request, 14, rows[:1])
+    assert torch.cat(drafts._news[request]).flatten().tolist() == [0.0, 1.0, 4.0, 5.0, 0.0]
+    drafts.note(request, 16, rows)
+    assert sum(map(len, drafts._news[request])) == 5, "some between them are missing"
+
+
+def test_a_draft_layer_keeps_no_more_hidden_rows_than_it_computes_at_once() -> None:
+    model, rows = make_model("deepseek"), prompts(6)
+    bench = Bench(model, verify_tokens=32, mtp=1, drop_last_block=True, max_running=2)
+
+    class Never(Always):
+        def wanted(self, running: int) -> bool:
+            held = sum(len(part) for news in self.source._news.values() for part in news)  # type: ignore[union-attr]
+            most.append(held)
+            return False
+
+    most: list[int] = []
+    bench.engine.drafts = Never(bench.executor.mtp, 2, Metrics())  # type: ignore[arg-type]
+    for _ in range(6):
+        bench.generate(rows, 8)
+    assert bench.executor.mtp is not None and 0 < max(most) <= bench.executor.mtp._tokens
