@@ -172,8 +172,7 @@ class Engine:
             if self.scheduler.idle and self._pending is None and not self._inbox:
                 self._arrived.wait(STATS_SECONDS)
             self._arrived.clear()
-            launched = self.tick()
-            if not launched and not self.scheduler.idle:
+            if not self.tick() and not self.scheduler.idle:
                 self._arrived.wait(NAP)
         self.close()
         with suppress(RuntimeError):  # none runs; one that does would take the process down at its exit
@@ -193,6 +192,7 @@ class Engine:
         why = "the server ended before the request did"
         self.scheduler.end(list(self.scheduler.live), self.clock(), "error", "draining", why)
         self._flush()
+        self.tick_started = 0.0
         thaw()
 
     def tick(self) -> bool:
@@ -215,7 +215,6 @@ class Engine:
         if plan.empty:
             self._settle()
         else:
-            self.tick_started = now
             step = self.executor.launch(plan)
             self._stood("plan and launch", plan, now)
             if plan.masked or not self.overlap:
@@ -261,10 +260,8 @@ class Engine:
         assert self._pending is not None
         plan, scheduler = self._pending[0], self.scheduler
         rows, now, self._waited = len(plan.rows), self.clock(), False
-        whole = not plan.chunks or plan.mixed
-        if not (self.overlap and rows and whole) or plan.masked or plan.verify or now - self._came > RECENT:
-            return
-        if scheduler.backlog:
+        apart = plan.masked or plan.verify or (plan.chunks and not plan.mixed)
+        if not (self.overlap and rows) or apart or now - self._came > RECENT or scheduler.backlog:
             return
         left = self.patience.left(
             scheduler.budget.seconds(sum(len(chunk.ids) for chunk in plan.chunks), rows), now - self._began
@@ -318,8 +315,11 @@ class Engine:
             self.deliver(self.stats())
 
     def _receive_all(self) -> None:
+        """Take what arrived; to answer it may take long, as to write a profile, and is no tick that hangs."""
+        self.tick_started = 0.0
         while self._inbox:
             self._receive(self._inbox.popleft())
+        self.tick_started = self.clock()
 
     def _receive(self, message: ToEngine) -> None:
         scheduler, now = self.scheduler, self.clock()
@@ -391,11 +391,9 @@ class Engine:
         counters["evicted_pages_total"] = {"": cache.evicted_pages}
         counters["stalls_total"] = {where: float(count) for where, count in self.stalls.counts.items()}
         counters |= self.executor.counters()
-        pages = {
-            "free": cache.free, "private": cache.private, "locked": cache.locked, "evictable": cache.evictable
-        }  # fmt: skip
+        pages = {state: getattr(cache, state) for state in ("free", "private", "locked", "evictable")}
         running, queue = len(scheduler.running.requests), scheduler.queue
-        histograms = scheduler.metrics.histograms
         return Stats(
-            self.epoch, scheduler.ticks, running, queue.count, queue.tokens, pages, counters, histograms, asked
-        )
+            self.epoch, scheduler.ticks, running, queue.count, queue.tokens, pages, counters,
+            scheduler.metrics.histograms, asked,
+        )  # fmt: skip

@@ -127,6 +127,36 @@ def test_a_hung_step_of_a_thread_says_where(capfd: pytest.CaptureFixture[str], m
     assert told.count("Current thread 0x") == 1 and " in wait\n" in told and " in run\n" in told, told
 
 
+@pytest.mark.parametrize("new", [1, 2])
+def test_a_last_step_that_hangs_counts_as_hung(new: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is launched behind it, but it is waited for."""
+    monkeypatch.setattr(child, "BEAT_SECONDS", 0.05)
+    go = threading.Event()
+
+    def make(phase: Any, epoch: int) -> Any:
+        engine: Any = ScriptedEngine()._make(phase, epoch)
+        launch = engine.executor.launch
+
+        def hanging(plan: Any) -> Any:
+            step = launch(plan)
+            if plan.tick == new:
+                result, step.result = step.result, lambda: (go.wait(60), result())[1]
+            return step
+
+        engine.executor.launch = hanging
+        return engine
+
+    front = Front(client=EngineClient(EngineConfig(), make=make))
+    front.submit(1, new)
+    hung = any(front.until(p.Beat).tick_age > 0.3 for _ in range(30))
+    go.set()
+    assert hung, "it beats, and says of nothing that it takes long"
+    assert front.end_of(1).finish == "length"
+    while front.until(p.Beat, 20.0).tick_age:
+        pass
+    front.engine.shutdown()
+
+
 def test_a_front_that_takes_nothing_is_left() -> None:
     """An engine waits for its front at most so long; meanwhile its messages lie in bounded queues."""
     front = Front("chatty")
