@@ -6,6 +6,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
+from weakref import ReferenceType, ref
 
 from fastlayers_server.engine.request import WAITING, Request
 
@@ -30,7 +31,8 @@ class WaitingQueue:
     def __init__(self, hit: Callable[[Request], int] | None = None) -> None:
         self._hit = hit
         self._classes: dict[int, deque[Request]] = {}
-        self._deadlines: list[tuple[float, int, Request]] = []
+        # Who ended goes before its deadline: that may be hours later.
+        self._deadlines: list[tuple[float, int, ReferenceType[Request]]] = []
         self.count = self.tokens = 0
         self.ends: deque[float] = deque(maxlen=64)
 
@@ -39,7 +41,7 @@ class WaitingQueue:
         self._classes.setdefault(request.priority, deque()).append(request)
         self._counted(request, 1)
         if request.submit.deadline:
-            heapq.heappush(self._deadlines, (request.submit.deadline, request.seq, request))
+            heapq.heappush(self._deadlines, (request.submit.deadline, request.seq, ref(request)))
 
     def push_front(self, request: Request) -> None:
         """Queue a request that lost its slot before its class."""
@@ -83,8 +85,8 @@ class WaitingQueue:
     def expired(self, now: float) -> Iterator[Request]:
         """Yield the requests whose deadline passed while they waited for the first time."""
         while self._deadlines and self._deadlines[0][0] < now:
-            _, _, request = heapq.heappop(self._deadlines)
-            if request.state == WAITING and request.cached < 0:
+            request = heapq.heappop(self._deadlines)[2]()
+            if request is not None and request.state == WAITING and request.cached < 0:
                 yield request
 
     def __iter__(self) -> Iterator[Request]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,18 @@ def test_what_the_cache_keeps_beside_its_pages_is_no_more_than_they_are() -> Non
         cache.release(path, pages)
     assert cache.evictable == 8 and len(cache._roots) == 2
     assert len(cache._heap) <= 8
+
+
+def test_who_ended_is_not_kept_until_its_deadline() -> None:
+    world = World(config(16, 4.0, 96))
+    rid = world.submit(tokens(0, 40), 4, deadline=3600.0)
+    world.run()
+    kept = weakref.ref(world.requests.pop(rid))
+    world.executor.truths.clear()
+    assert kept() is None
+    world.now = 4000.0
+    world.submit(tokens(0, 40), 4)
+    world.run()
 
 
 def forgetful_release(cache: PrefixCache) -> None:
