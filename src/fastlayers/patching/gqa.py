@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastlayers import env
 from fastlayers.attention.gqa.config import GQA, GQAConfig
+from fastlayers.attention.meta import AttentionMeta
 from fastlayers.attention.mla.torch import MAX_SCORES, product
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig
 from fastlayers.errors import NoBackendError
@@ -285,9 +286,12 @@ class FastGQA(PackedModule):
         return found
 
     def _fl_project(
-        self, x: torch.Tensor, position: Any, ready: int = 1
+        self, x: torch.Tensor, position: Any, ready: int = 1, cache: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return rotated q ``[B,H,Q,D]``, rotated k and v ``[B,K,Q,D]``; ``ready``: see :meth:`_fl_fused`."""
+        """Return rotated q ``[B,H,Q,D]``, rotated k and v ``[B,K,Q,D]``; ``ready``: see :meth:`_fl_fused`.
+
+        ``cache``: of what came before, where queries depend on that.
+        """
         width, both = self.head_dim, self._fl_fused(x, ready)
         if both is None:
             q, k, v = self._fl_one_by_one(x)
@@ -344,21 +348,39 @@ class FastGQA(PackedModule):
         heads = kv_heads * self.num_key_value_groups
         whole = self._fl_side_by_side(x, step).view(step.rows, -1, width)
         q, k, v = whole.split_with_sizes((heads, kv_heads, kv_heads), 1)
-        eps, *weights = self._fl_norm_weights(q.dtype)
-        if eps is None:
-            q, k = self._fl_norm(q, k)
+        q = self._fl_write(q, k, v, position, (keys, values), step)
         extra = self._fl_extra()
-        write = RotaryKVWriteConfig(heads, kv_heads, width, width, width, kv_dtype=keys.dtype, qk_norm=eps)
-        cos, sin = step.tables(position, width // 2)
-        q = step.pick(write)(q, k, v, cos, sin, step.request, keys, values, step.meta.out_cache_loc, *weights)
         sinks = extra.get("s_aux")
         cfg = GQAConfig(
             heads, kv_heads, width, float(self.scaling), extra.get("sliding_window"), None, sinks is not None, PAGE,
             q.dtype, keys.dtype, step.phase, context=step.context, captured=True,
         )  # fmt: skip
-        o, _ = step.pick(cfg)(q, keys, values, step.meta, None if sinks is None else sinks.float())
+        o, _ = step.pick(cfg)(q, keys, values, self._fl_seen(step), None if sinks is None else sinks.float())
         flat: torch.Tensor = o.view(*x.shape[:-1], heads * width)
         return flat
+
+    def _fl_write(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: Any,
+        pages: tuple[torch.Tensor, torch.Tensor], step: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """Norm and rotate a step's heads, write keys and values, and return the queries."""
+        eps, *weights = self._fl_norm_weights(q.dtype)
+        if eps is None:
+            q, k = self._fl_norm(q, k)
+        width = self.head_dim
+        write = RotaryKVWriteConfig(
+            q.shape[1], k.shape[1], width, width, width, kv_dtype=pages[0].dtype, qk_norm=eps
+        )  # fmt: skip
+        cos, sin = step.tables(position, width // 2)
+        turned: torch.Tensor = step.pick(write)(
+            q, k, v, cos, sin, step.request, *pages, step.meta.out_cache_loc, *weights
+        )
+        return turned
+
+    def _fl_seen(self, step: Any) -> AttentionMeta:
+        """Return what describes a step to this layer."""
+        meta: AttentionMeta = step.meta
+        return meta
 
     def forward(
         self,
@@ -380,7 +402,7 @@ class FastGQA(PackedModule):
         if step is not None:
             o = self._fl_decode(hidden_states, position_embeddings, past_key_values, step)
             return step.apply(self.o_proj, o), None
-        q, k, v = self._fl_project(hidden_states, position_embeddings, ready)
+        q, k, v = self._fl_project(hidden_states, position_embeddings, ready, past_key_values)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         o, weights = self._fl_attend(q, k, v, attention_mask, kwargs)

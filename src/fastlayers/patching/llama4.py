@@ -11,18 +11,15 @@ from typing import Any
 
 import torch
 
-from fastlayers.attention.gqa.config import GQAConfig
+from fastlayers.attention.meta import AttentionMeta
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig
 from fastlayers.patching import structure
-from fastlayers.patching.cache import PAGE
-from fastlayers.patching.classes import count
-from fastlayers.patching.gqa import FastGQA, Output
+from fastlayers.patching.gqa import FastGQA
 from fastlayers.patching.guard import untouched
 from fastlayers.patching.hashes import KNOWN
 from fastlayers.patching.matching import SILU, Rule, attributes_fit, is_known, silu
 from fastlayers.patching.mlp import FastMLP
 from fastlayers.patching.norm import FastRMSNorm
-from fastlayers.patching.paged import active_step
 
 
 class FastLlama4RMSNorm(FastRMSNorm):
@@ -70,9 +67,12 @@ class FastLlama4GQA(FastGQA):
         return (q, k) if norm is None else (norm(q), norm(k))
 
     def _fl_project(
-        self, x: torch.Tensor, position: Any, ready: int = 1
+        self, x: torch.Tensor, position: Any, ready: int = 1, cache: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return q ``[B,H,Q,D]``, k and v ``[B,K,Q,D]``; q and k rotated and normed where the layer does that."""
+        """Return q ``[B,H,Q,D]``, k and v ``[B,K,Q,D]``; q and k rotated and normed where the layer does that.
+
+        Or q scaled by slot, of which ``cache`` holds the first ones.
+        """
         both = self._fl_fused(x, ready)
         if both is None:
             q, k, v = self._fl_one_by_one(x)
@@ -88,6 +88,10 @@ class FastLlama4GQA(FastGQA):
         norm: Any = self._modules.get("qk_norm")
         if norm is not None:
             q, k = norm(q), norm(k)
+        if self._fl_tunes():
+            seen = cache.get_seq_length(self.layer_idx) if cache is not None else 0
+            slots = torch.arange(q.shape[1], device=q.device) + seen
+            q = (q * self._fl_temperature(slots)[:, None, None]).to(q.dtype)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def _fl_tunes(self) -> bool:
@@ -97,62 +101,28 @@ class FastLlama4GQA(FastGQA):
         """Return what queries in these slots are multiplied by, fp32."""
         return torch.log1p(torch.floor((slots.float() + 1.0) / self.floor_scale)) * self.attn_scale + 1.0
 
-    def _fl_decode(self, x: torch.Tensor, position: Any, cache: Any, step: Any) -> torch.Tensor:
-        """Return ``[…, H * D]`` of a step's tokens: written into the pages and attended there."""
-        keys, values = cache.layers[self.layer_idx].paged(step.spare)
-        width, kv_heads = self.head_dim, keys.shape[2]
-        heads = kv_heads * self.num_key_value_groups
-        whole = self._fl_side_by_side(x, step).view(step.rows, -1, width)
-        q, k, v = whole.split_with_sizes((heads, kv_heads, kv_heads), 1)
+    def _fl_write(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: Any,
+        pages: tuple[torch.Tensor, torch.Tensor], step: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """Scale, norm and rotate a step's heads, write keys and values, and return the queries."""
         if self._fl_tunes():
             q = (q * self._fl_temperature(step.meta.positions)[:, None, None]).to(q.dtype)
         # A rotation changes no length, so that a norm without weights may come before it.
-        norm: Any = self._modules.get("qk_norm")
+        norm, width = self._modules.get("qk_norm"), self.head_dim  # type: Any, int
         eps, ones = (None, ()) if norm is None else (float(norm.eps), (step.ones(width, q.dtype),) * 2)
         write = RotaryKVWriteConfig(
-            heads, kv_heads, width, width, width, True, True, kv_dtype=keys.dtype, qk_norm=eps
+            q.shape[1], k.shape[1], width, width, width, True, True, kv_dtype=pages[0].dtype, qk_norm=eps
         )  # fmt: skip
         cos, sin = step.tables(position, width // 2) if self.use_rope else step.still(width // 2)
-        q = step.pick(write)(q, k, v, cos, sin, step.request, keys, values, step.meta.out_cache_loc, *ones)
-        cfg = GQAConfig(
-            heads, kv_heads, width, float(self.scaling), None, None, False, PAGE, q.dtype, keys.dtype, step.phase,
-            context=step.context, captured=True,
-        )  # fmt: skip
-        chunk = self._fl_chunk()
-        o, _ = step.pick(cfg)(q, keys, values, step.meta if chunk is None else step.within(chunk), None)
-        flat: torch.Tensor = o.view(*x.shape[:-1], heads * width)
-        return flat
+        turned: torch.Tensor = step.pick(write)(q, k, v, cos, sin, step.request, *pages, step.meta.out_cache_loc, *ones)
+        return turned
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: Any = None,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> Output:
-        """Attend; the signature is Hugging Face's."""
-        ready = self._fl_may_run(hidden_states, position_embeddings, attention_mask, kwargs)
-        if not ready:
-            # The original's, which the class in between would not call without asking again.
-            original: Output = super(FastGQA, self).forward(  # type: ignore[misc]
-                hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
-            )
-            return original
-        count(self._fl_hits)
-        step = active_step(past_key_values)
-        if step is not None:
-            o = self._fl_decode(hidden_states, position_embeddings, past_key_values, step)
-            return step.apply(self.o_proj, o), None
-        q, k, v = self._fl_project(hidden_states, position_embeddings, ready)
-        if self._fl_tunes():
-            seen = past_key_values.get_seq_length(self.layer_idx) if past_key_values is not None else 0
-            slots = torch.arange(q.shape[2], device=q.device) + seen
-            q = (q * self._fl_temperature(slots)[:, None]).to(q.dtype)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
-        o, weights = self._fl_attend(q, k, v, attention_mask, kwargs)
-        return self._modules["o_proj"](o.reshape(*hidden_states.shape[:-1], -1)), weights
+    def _fl_seen(self, step: Any) -> AttentionMeta:
+        """Return what describes a step to this layer, which may attend in chunks."""
+        chunk = self._fl_chunk()
+        meta: AttentionMeta = step.meta if chunk is None else step.within(chunk)
+        return meta
 
 
 def turned(x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
