@@ -127,6 +127,6 @@ RULES: dict[str, Rule] = {
     **structure.rules(_V3, Rule("attention", FastV3MLA, _mla_fits, _MLA_LINEARS), sparse=True),
     f"{_V2}TopkRouter": Rule("moe", FastV2Router, _v2_router_fits),
     f"{_V3}TopkRouter": Rule("moe", FastV3Router, _router_fits),
-    f"{_FP8}FP8Experts": Rule("moe", experts.FastFP8Experts, experts.why_not),
+    f"{_FP8}FP8Experts": Rule("moe", experts.FastFP8Experts, experts.why_not, (), experts.verify),
     f"{_FP8}FP8Linear": Rule("linear", fp8.FastFP8Linear, fp8.why_not),
 }

@@ -39,6 +39,6 @@ RULES: dict[str, Rule] = {
     f"{_OSS}GptOssAttention": Rule("attention", FastSinkGQA, _attention, structure.ATTENTION_LINEARS),
     f"{_OSS}GptOssRMSNorm": Rule("norm", FastScaleThenCastRMSNorm, structure.norm_fits),
     f"{_OSS}GptOssTopKRouter": Rule("moe", FastTopKFirstRouter, _router),
-    f"{_OSS}GptOssExperts": Rule("moe", experts.FastClampedExperts, experts.why_not_clamped),
+    f"{_OSS}GptOssExperts": Rule("moe", experts.FastClampedExperts, experts.why_not_clamped, (), experts.verify),
     "transformers.integrations.mxfp4.Mxfp4GptOssExperts": Rule("moe", None, _mxfp4),
 }

@@ -9,7 +9,6 @@ are summed as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,7 @@ from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.moe.router.layer import RouterConfig
 from fastlayers.patching import experts
 from fastlayers.patching.classes import FastModule, count
-from fastlayers.patching.matching import TOLERANCE, Rule, attributes_fit, bare, silu
+from fastlayers.patching.matching import Rule, apart, attributes_fit, bare, silu
 from fastlayers.patching.router import FastRouter, rounded
 from fastlayers.registry import Ladder
 
@@ -174,16 +173,6 @@ def _experts_fit(module: Any) -> str | None:
     return None if module.down_proj.dtype in experts.DTYPES else f"quantized({module.down_proj.dtype})"
 
 
-def _apart(call: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> str | None:
-    """Return what differs between two tensors that a call makes, or what it raises."""
-    try:
-        wanted, given = call()
-    except Exception as error:  # whatever a changed forward raises: the layer is left alone, and says why
-        return f"{type(error).__name__}: {error}"
-    size = float((given.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30))
-    return None if size <= TOLERANCE[wanted.dtype] else f"relative error {size:.1e} in {wanted.dtype}"
-
-
 def _sparse(module: Any, x: torch.Tensor, scores: torch.Tensor, top_k: int) -> torch.Tensor:
     # A backend that needs another order of these weights is not built before the patch: torch's computes the same.
     ladder = choose(module, "torch")
@@ -201,28 +190,31 @@ def _rows(weight: torch.Tensor) -> torch.Tensor:
 def _verify_block(block: Any, backend: str) -> str | None:
     """Compare a block's own code with one that gives each token to its experts alone; nothing is changed."""
     weight = block.experts.down_proj
-
-    def both() -> tuple[torch.Tensor, torch.Tensor]:
-        x = _rows(weight)
-        wanted = type(block).forward(block, x)[0]
-        return wanted, block.shared_expert(x) + _sparse(block.experts, x, block.router(x)[0], block.top_k)
-
-    return None if weight.device.type == "meta" else _apart(both)
+    if weight.device.type == "meta":
+        return None
+    x = _rows(weight)
+    return apart(
+        weight.dtype,
+        lambda: [type(block).forward(block, x)[0]],
+        lambda: [block.shared_expert(x) + _sparse(block.experts, x, block.router(x)[0], block.top_k)],
+    )
 
 
 @torch.no_grad()
 def _verify_experts(module: Any, backend: str) -> str | None:
     """Compare the experts' own code, every one given every token, with each token's alone."""
     weight = module.down_proj
-
-    def both() -> tuple[torch.Tensor, torch.Tensor]:
-        x, count = _rows(weight), weight.shape[0]
-        scores = torch.zeros(5, count, device=x.device, dtype=x.dtype)
-        scores[torch.arange(5), torch.arange(5) % count] = 0.75
-        wanted = type(module).forward(module, x.repeat(count, 1) * scores.t().reshape(-1, 1))
-        return wanted.view(count, 5, -1).sum(0), _sparse(module, x, scores, 1)
-
-    return None if weight.device.type == "meta" else _apart(both)
+    if weight.device.type == "meta":
+        return None
+    x, count = _rows(weight), weight.shape[0]
+    scores = torch.zeros(5, count, device=x.device, dtype=x.dtype)
+    scores[torch.arange(5), torch.arange(5) % count] = 0.75
+    rows = x.repeat(count, 1) * scores.t().reshape(-1, 1)
+    return apart(
+        weight.dtype,
+        lambda: [type(module).forward(module, rows).view(count, 5, -1).sum(0)],
+        lambda: [_sparse(module, x, scores, 1)],
+    )
 
 
 _LLAMA4 = "transformers.models.llama4.modeling_llama4.Llama4"

@@ -8,8 +8,9 @@ import functools
 import hashlib
 import inspect
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from fastlayers.patching.comparison import own_forward
 from fastlayers.patching.guard import code_of, replaced_code, untouched
 
 SILU = (SiLUActivation, nn.SiLU)
+Outputs = Callable[[], Iterable[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,19 @@ def _hash(functions: tuple[Callable[..., Any], ...]) -> str | None:
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
 
+def apart(dtype: torch.dtype, wanted: Outputs, given: Outputs) -> str | None:
+    """Return what differs between the tensors of two calls of a layer of this dtype, stock's and ours, or is raised."""
+    try:
+        pairs = list(zip(wanted(), given(), strict=True))
+    except Exception as error:  # whatever a changed forward raises: the layer is left alone, and says why
+        return f"{type(error).__name__}: {error}"
+    for w, g in pairs:
+        size = float((g.double() - w.double()).norm() / w.double().norm().clamp_min(1e-30))
+        if not size <= TOLERANCE.get(dtype, 3e-2):
+            return f"relative error {size:.1e} in {dtype}"
+    return None
+
+
 @torch.no_grad()
 def verify(module: nn.Module, rule: Rule, backend: str, fuse: bool, rotary: Any) -> str | None:
     """Compare the original with the fast class on random input, in fp32 and in the model's dtype.
@@ -200,17 +215,12 @@ def verify(module: nn.Module, rule: Rule, backend: str, fuse: bool, rotary: Any)
         fast._fl_refresh()
         # Code that somebody replaced is compared as well: what differs is the better reason.
         fast._fl_watch(trusted=True)
-        try:
-            eager = getattr(getattr(stock, "config", None), "_attn_implementation", None) == "eager"
-            wanted, given = (_run(layer, rule.kind, dtype, rotary, eager) for layer in (stock, fast))
-        except Exception as error:  # whatever a changed forward raises: the layer is left alone, and says why
-            return f"{type(error).__name__}: {error}"
+        eager = getattr(getattr(stock, "config", None), "_attn_implementation", None) == "eager"
+        both = (partial(_run, layer, rule.kind, dtype, rotary, eager) for layer in (stock, fast))
+        if wrong := apart(dtype, *both):
+            return wrong
         if int(fast._fl_hits) == 0:
             return "the fast path did not run"
-        for w, g in zip(wanted, given, strict=True):
-            error_size = float((g.double() - w.double()).norm() / w.double().norm().clamp_min(1e-30))
-            if not error_size <= TOLERANCE.get(dtype, 3e-2):
-                return f"relative error {error_size:.1e} in {dtype}"
     return None
 
 

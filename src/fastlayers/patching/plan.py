@@ -11,13 +11,12 @@ import torch
 from torch import nn
 
 from fastlayers.errors import ArgumentError, PatchError, dtype_name
-from fastlayers.patching import experts
 from fastlayers.patching.classes import FastModule, original_class
 from fastlayers.patching.comparison import own_forward
 from fastlayers.patching.families import BLOCKS, RULES
 from fastlayers.patching.guard import code_of, replaced_code
 from fastlayers.patching.hashes import KNOWN
-from fastlayers.patching.matching import TOLERANCE, Rule, is_known, qualified, verify, why_not
+from fastlayers.patching.matching import Rule, is_known, qualified, verify, why_not
 from fastlayers.patching.report import PatchEntry
 
 KINDS = ("attention", "moe", "linear", "norm", "mlp")
@@ -183,9 +182,6 @@ def _reason(
             backend = str(options.kinds[rule.kind])
             if rule.verify is not None:
                 wrong = rule.verify(module, backend)
-            elif isinstance(rule.mixin, type) and issubclass(rule.mixin, experts.FastExperts):
-                weight: Any = module.down_proj
-                wrong = experts.verify(module, backend, TOLERANCE.get(weight.dtype, 3e-2))
             else:
                 wrong = verify(module, rule, backend, options.fuse_projections, rotary)
             verified[key] = "" if wrong is None else f"verify-failed: {wrong}"

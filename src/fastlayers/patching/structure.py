@@ -51,4 +51,6 @@ def rules(family: str, attention: Rule, sparse: bool = False) -> dict[str, Rule]
         f"{family}RMSNorm": Rule("norm", FastRMSNorm, norm_fits),
         f"{family}MLP": Rule("mlp", FastMLP, silu_gate, MLP_LINEARS),
     }
-    return found | ({f"{family}Experts": Rule("moe", experts.FastExperts, experts.why_not)} if sparse else {})
+    return found | (
+        {f"{family}Experts": Rule("moe", experts.FastExperts, experts.why_not, (), experts.verify)} if sparse else {}
+    )
