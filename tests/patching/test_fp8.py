@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import FP8Linear, replace_with_fp8_linear
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
@@ -107,6 +107,41 @@ def test_from_pretrained_of_a_plain_checkpoint(checkpoint: tuple[Path, Path]) ->
     )
     assert model.dtype == torch.float32 and model.config._attn_implementation == "eager"
     assert {entry.kind for entry in report.entries} == {"attention", "norm", "mlp"}
+
+
+@pytest.mark.parametrize("how", ["path", "object", "quantization_config"])
+def test_ragged_blocks_are_right_however_the_configuration_comes(checkpoint: tuple[Path, Path], how: str) -> None:
+    fp8, exact = checkpoint
+    held = AutoConfig.from_pretrained(fp8)
+    said = held.to_dict()
+    options: dict[str, Any] = {"quantization_config": FineGrainedFP8Config()}
+    if how != "quantization_config":
+        options = {"config": str(fp8) if how == "path" else held}
+    wanted = AutoModelForCausalLM.from_pretrained(exact, dtype=torch.bfloat16).state_dict()
+    for _ in range(2):
+        given = fl.from_pretrained(AutoModelForCausalLM, fp8, dtype=torch.bfloat16, **options)[0].state_dict()
+        assert all(torch.equal(given[name], value) for name, value in wanted.items())
+    assert held.to_dict() == said, "the caller's configuration stays as it was"
+
+
+def test_from_pretrained_passes_on_what_finds_the_configuration(
+    checkpoint: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    config = json.loads((checkpoint[1] / "config.json").read_text()) | {"model_type": "of_mine"}
+    config["auto_map"] = {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Model"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(load_file(checkpoint[1] / "model.safetensors"), tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "mine.py").write_text(
+        "from transformers import DeepseekV3Config, DeepseekV3ForCausalLM\n"
+        "class Mine(DeepseekV3Config):\n    model_type = 'of_mine'\n"
+        "class Model(DeepseekV3ForCausalLM):\n    config_class = Mine\n"
+    )
+    _, report = fl.from_pretrained(AutoModelForCausalLM, tmp_path, trust_remote_code=True, dtype=torch.bfloat16)
+    assert {entry.kind for entry in report.replaced} >= {"attention", "norm", "mlp"}
+    with pytest.raises(ArgumentError, match="output_loading_info is True; accepted: False"):
+        fl.from_pretrained(AutoModelForCausalLM, checkpoint[1], output_loading_info=True)
 
 
 def test_bad_scales_are_errors_that_name_the_tensor(tmp_path: Path) -> None:

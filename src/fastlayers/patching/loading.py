@@ -7,6 +7,7 @@ ceil-division.
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ _SCALES = ("_scale_inv", "_scale")
 # Of Hugging Face's from_pretrained: these name other files than the usual ones.
 _OTHER_FILES = ("variant", "gguf_file")
 _HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+_CODE_OPTIONS = ("trust_remote_code", "code_revision")
 
 
 def from_pretrained(
@@ -52,35 +54,46 @@ def from_pretrained(
     Raises
     ------
     ArgumentError
-        ``patch`` has what :func:`fastlayers.patch` does not accept, or an option names other files than are read here;
-        said before anything is loaded.
+        ``patch`` has what :func:`fastlayers.patch` does not accept, an option names other files than are read here, or
+        ``output_loading_info`` asks for another pair; said before anything is loaded.
     CheckpointError
         An FP8 tensor without its scales, or scales of another grid than the config's blocks; files that
         :func:`fastlayers.checkpoint_files.weight_files` refuses.
     """
     check_options("from_pretrained", {} if patch is None else patch)
-    if _dequantises(name, hf_options):
-        model = _load_dequantised(auto_class, str(name), dict(hf_options))
+    if hf_options.pop("output_loading_info", False):
+        raise ArgumentError("from_pretrained", "output_loading_info", True, "False: the model comes with its report")
+    config = _config_of(name, hf_options)
+    if _dequantises(config, hf_options):
+        model = _load_dequantised(auto_class, str(name), config, dict(hf_options))
     else:
         model = auto_class.from_pretrained(name, **hf_options)
     model.eval()
     return model, apply_patch(model, **(patch or {}))
 
 
-def _hub_options(options: dict[str, Any]) -> dict[str, Any]:
-    return {key: options[key] for key in _HUB_OPTIONS if key in options}
+def _some(options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: options[name] for name in names if name in options}
 
 
-def _dequantises(name: str | Path, options: dict[str, Any]) -> bool:
-    """Return whether Hugging Face would dequantise this checkpoint while loading."""
-    from transformers import AutoConfig
+def _config_of(name: str | Path, options: dict[str, Any]) -> Any:
+    """Return the configuration that a model would be loaded with: the caller's object, or what is read."""
+    from transformers import AutoConfig, PretrainedConfig
 
-    config = options.get("config") or AutoConfig.from_pretrained(name, **_hub_options(options))
+    given = options.get("config")
+    if isinstance(given, PretrainedConfig):
+        return given
+    return AutoConfig.from_pretrained(given or name, **_some(options, (*_HUB_OPTIONS, *_CODE_OPTIONS)))
+
+
+def _dequantises(config: Any, options: dict[str, Any]) -> bool:
+    """Return whether Hugging Face would dequantise a checkpoint of this configuration while loading."""
     quant = getattr(config, "quantization_config", None)
     if quant is None or _field(quant, "quant_method") != "fp8":
         return False
     capable = torch.cuda.is_available() and as_device("cuda").has_fp8_dot
-    return not capable or bool(_field(quant, "dequantize"))
+    asked = (quant, options.get("quantization_config"))  # the checkpoint's, and what the caller adds to it
+    return not capable or any(each is not None and bool(_field(each, "dequantize")) for each in asked)
 
 
 def _field(quant: Any, name: str) -> Any:
@@ -88,15 +101,12 @@ def _field(quant: Any, name: str) -> Any:
     return getattr(value, "value", value)
 
 
-def _load_dequantised(auto_class: Any, name: str, options: dict[str, Any]) -> Any:
-    from transformers import AutoConfig
-
+def _load_dequantised(auto_class: Any, name: str, config: Any, options: dict[str, Any]) -> Any:
     for key in _OTHER_FILES:
         if options.get(key):
             accepted = "none, as the blocks of an FP8 checkpoint are read from its usual files here"
             raise ArgumentError("from_pretrained", key, repr(options[key]), accepted)
-    hub = _hub_options(options)
-    config = options.pop("config", None) or AutoConfig.from_pretrained(name, **hub)
+    hub, config = _some(options, _HUB_OPTIONS), copy.deepcopy(config)  # it may be the caller's
     quant = config.quantization_config
     block = _field(quant, "weight_block_size") or (128, 128)
     del config.quantization_config
@@ -104,7 +114,7 @@ def _load_dequantised(auto_class: Any, name: str, options: dict[str, Any]) -> An
     if dtype in (None, "auto"):
         dtype = config.dtype or torch.bfloat16
     state = read_dequantised(checkpoint_files(name, hub), (int(block[0]), int(block[1])), dtype)
-    for key in _HUB_OPTIONS:
+    for key in (*_HUB_OPTIONS, "config", "quantization_config"):
         options.pop(key, None)
     mapping = getattr(auto_class, "_model_mapping", None)
     model_class = auto_class if mapping is None else mapping[type(config)]
