@@ -59,7 +59,7 @@ def multiply(layer: Any) -> torch.Tensor:
 
 MAKERS: dict[str, Callable[[], nn.Module]] = {
     **{f"experts {quant}": lambda quant=quant: experts(quant) for quant in ("none", "bias", "fp8_block", "int8")},
-    **{f"latent {quant}": lambda quant=quant: mla(quant) for quant in ("none", "fp8_block", "fp8_channel")},
+    **{f"latent {quant}": lambda quant=quant: mla(quant) for quant in ("none", "fp8_block", "fp8_channel", "int8")},
     "attention": attention,
     "linear": lambda: fl.Linear(128, [8, 4], bias=True, names=("../q", "../k"), dtype=F32),
     "norm": lambda: fl.RMSNorm(128),

@@ -210,7 +210,7 @@ def decode(layer: fl.MLAAttention) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
-@pytest.mark.parametrize("quant", ["none", "fp8_block", "fp8_channel"])
+@pytest.mark.parametrize("quant", ["none", "fp8_block", "fp8_channel", "int8"])
 def test_absorbed_weights_follow_kv_b_proj(quant: str, change: Change) -> None:
     layer, wanted = mla(quant), mla(quant)
     layer.load_state_dict(values_like(layer, 1))
@@ -220,6 +220,17 @@ def test_absorbed_weights_follow_kv_b_proj(quant: str, change: Change) -> None:
     wanted.load_state_dict(values)
     expected = decode(wanted)
     assert torch.equal(decode(layer), expected) and not torch.equal(before, expected)
+
+
+@pytest.mark.parametrize("quant", ["fp8_block", "fp8_channel", "int8"])
+def test_absorbed_weights_are_codes_times_scales(quant: str) -> None:
+    layer = mla(quant)
+    layer.load_state_dict(values_like(layer, 1))
+    projection = layer.kv_b_proj
+    scales = getattr(projection, projection.scale_name).flatten()
+    by_row = scales.repeat_interleave(projection.weight.shape[0] // len(scales))
+    expected = projection.weight.float() * by_row[:, None]
+    assert torch.equal(torch.cat(layer.absorbed_weights(), 1).flatten(0, 1), expected)
 
 
 @pytest.mark.parametrize("which", ["weight", "weight_scale_inv"])

@@ -89,6 +89,10 @@ class QuantisedLinear(LinearBase):
             self.bias = frozen(bias.to(weight.device, self.fixed_dtype).contiguous())
         setattr(self, self.scale_name, frozen(scale.to(weight.device, torch.float32).contiguous()))
 
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return the weight ``[local_out, local_in]`` that codes and scales stand for, rounded once to ``dtype``."""
+        raise TypeError(f"{self.kind} does not say how to dequantise")
+
     def operands(self) -> tuple[torch.Tensor | None, ...]:
         """Return the weight and its scales."""
         return self.weight, getattr(self, self.scale_name)

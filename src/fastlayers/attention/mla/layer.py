@@ -34,11 +34,8 @@ from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite
 from fastlayers.comm.parallel import REPLICATED, SINGLE, Axis, Shard
 from fastlayers.errors import ArgumentError, as_integers, check_kind, check_plain, check_positive
 from fastlayers.layer import trust
-from fastlayers.linear.fp8_block.layer import FP8BlockLinear
-from fastlayers.linear.fp8_scaled.layer import FP8ScaledLinear
-from fastlayers.linear.weight_only.layer import WeightOnlyLinear
+from fastlayers.linear.quantised import QuantisedLinear
 from fastlayers.norm.rms_norm.layer import RMSNorm
-from fastlayers.quant.block_quant import dequantize_block_weight
 from fastlayers.quant.spec import NONE, QuantSpec
 from fastlayers.rotary.layer import RotaryEmbedding, check_rotary
 from fastlayers.weights_epoch import Packed
@@ -235,8 +232,7 @@ class MLAAttention(AttentionCore):
 
     def packed_sources(self) -> tuple[torch.Tensor, ...]:
         """Return the weight and scales of a quantised ``kv_b_proj``: the absorbed weights are a copy."""
-        quantised = isinstance(self.kv_b_proj, (FP8BlockLinear, FP8ScaledLinear, WeightOnlyLinear))
-        if not quantised or self.quantised_absorb is not None:
+        if not isinstance(self.kv_b_proj, QuantisedLinear) or self.quantised_absorb is not None:
             return ()
         found = tuple(self.kv_b_proj.parameters())
         # A model that was copied under inference_mode has no versions: then no copy is held.
@@ -244,15 +240,7 @@ class MLAAttention(AttentionCore):
 
     def _absorb(self) -> tuple[torch.Tensor, torch.Tensor]:
         cfg, projection = self.cfg, self.kv_b_proj
-        weight: torch.Tensor = projection.weight
-        if isinstance(projection, FP8BlockLinear):
-            weight = dequantize_block_weight(
-                projection.weight, projection.weight_scale_inv, projection.cfg.block_size, cfg.dtype
-            )
-        elif isinstance(projection, (FP8ScaledLinear, WeightOnlyLinear)):
-            weight = projection.dequantized(cfg.dtype)
-        elif not weight.dtype.is_floating_point:
-            raise ArgumentError(NAME, "kv_b_proj", weight.dtype, "a floating-point or FP8-block weight")
+        weight = projection.dequantized(cfg.dtype) if isinstance(projection, QuantisedLinear) else projection.weight
         per_head = weight.view(self.num_heads, cfg.qk_nope_head_dim + cfg.v_head_dim, cfg.kv_lora_rank)
         return per_head[:, : cfg.qk_nope_head_dim], per_head[:, cfg.qk_nope_head_dim :]
 

@@ -26,7 +26,14 @@ from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, check_choice, check_pair
 from fastlayers.linear.base import check_source
 from fastlayers.linear.quantised import QuantisedLinear, QuantisedLinearConfig
-from fastlayers.quant.block_quant import BLOCK, E4M3, check_scale_grid, grid_of, quantize_block_weight
+from fastlayers.quant.block_quant import (
+    BLOCK,
+    E4M3,
+    check_scale_grid,
+    dequantize_block_weight,
+    grid_of,
+    quantize_block_weight,
+)
 from fastlayers.quant.group_quant.layer import GROUPS, SCALE_FMTS
 from fastlayers.registry import (
     TRITON_NEEDS,
@@ -239,6 +246,10 @@ class FP8BlockLinear(QuantisedLinear):
         bias = self.bias if self.adds_bias else None
         y: torch.Tensor = impl.product(q, s, self.weight, self.weight_scale_inv, bias)
         return y.view(*gate_up.shape[:-1], self.local_out)
+
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return the weight ``[local_out, local_in]``, each block times its scale, rounded once to ``dtype``."""
+        return dequantize_block_weight(self.weight, self.weight_scale_inv, self.cfg.block_size, dtype)
 
     def _check_blocks(self, block_size: tuple[int, int]) -> None:
         rows, columns = block_size

@@ -127,6 +127,10 @@ class Int8Linear(QuantisedLinear):
         super().__init__(in_features, out_features, shard, names)
         self.build(Int8LinearConfig(self.local_in, self.local_out, bias, dtype), device, backend, torch.int8)
 
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return ``weight · weight_scale`` ``[local_out, local_in]``, rounded once to ``dtype``."""
+        return (self.weight.float() * self.weight_scale[:, None]).to(dtype)
+
     def scale_slots(self, index: int, full: int, read: slice, local: slice) -> Iterator[tuple[str, Slot]]:
         """Yield ``weight_scale`` ``[N]``."""
         yield "weight_scale", Slot(self.weight_scale[local], (full,), (read,))
