@@ -99,3 +99,17 @@ def test_blocks_are_checked_wherever_they_are_given() -> None:
             fl.FP8BlockLinear.from_linear(dense, block_size=bad)  # type: ignore[arg-type]
         with pytest.raises(ArgumentError, match="block_size"):
             fl.FP8BlockLinear.from_checkpoint(made.weight, made.weight_scale_inv, block_size=bad)  # type: ignore[arg-type]
+
+
+def test_what_quantised_linears_are_made_of() -> None:
+    dense = fl.Linear(64, 32)
+    for kind, wrong in ((fl.FP8ScaledLinear, 0.5), (fl.Int8Linear, [1.0] * 32), (fl.FP8BlockLinear, None)):
+        made: Any = kind.from_linear(dense)  # type: ignore[attr-defined]
+        with pytest.raises(ArgumentError, match=rf"{made.kind}: {made.scale_name} is "):
+            kind.from_checkpoint(made.weight, wrong)  # type: ignore[attr-defined]
+        with pytest.raises(ArgumentError, match=rf"{made.kind}: source\.weight is of shape \[0, 64\]"):
+            kind.from_linear(torch.nn.Linear(64, 0))  # type: ignore[attr-defined]
+    with pytest.raises(ArgumentError, match=r"FP8ScaledLinear: input_scale is 0\.01; accepted: a Tensor"):
+        fl.FP8ScaledLinear.from_linear(dense, activation_scale="static", input_scale=0.01)  # type: ignore[arg-type]
+    static = fl.FP8ScaledLinear.from_linear(dense, activation_scale="static", input_scale=torch.tensor(0.01))
+    assert static(torch.ones(2, 64)).shape == (2, 32)

@@ -35,9 +35,9 @@ def check_source(layer: str, source: object) -> None:
     parts = getattr(source, "weight", None), getattr(source, "bias", None)
     if not (isinstance(source, nn.Module) and isinstance(parts[0], torch.Tensor)):
         raise ArgumentError(layer, "source", describe(source), "a module with a weight, as nn.Linear has")
-    if parts[0].dim() != 2:
-        given = f"{parts[0].dim()}-dimensional"
-        raise ArgumentError(layer, "source.weight", given, "[out_features, in_features]")
+    if parts[0].dim() != 2 or not parts[0].numel():
+        accepted = "[out_features, in_features], one of each or more"
+        raise ArgumentError(layer, "source.weight", f"of shape {list(parts[0].shape)}", accepted)
 
 
 class LinearBase(Layer):

@@ -68,9 +68,12 @@ class QuantisedLinear(LinearBase):
     weight_scale: nn.Parameter
 
     @classmethod
-    def check_stored(cls, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> tuple[int, int]:
+    def check_stored(
+        cls, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> tuple[int, int]:
         """Return ``(N, K)`` of a checkpoint's ``weight [N, K]``; raise unless it is of ``dtype`` and the bias fits."""
         check_tensor(cls.__name__, "weight", weight, shape=(None, None), dtype=dtype)
+        check_tensor(cls.__name__, cls.scale_name, scale)
         if bias is not None:
             check_tensor(cls.__name__, "bias", bias, shape=(weight.shape[0],))
         return weight.shape[0], weight.shape[1]

@@ -320,7 +320,7 @@ class FP8BlockLinear(QuantisedLinear):
         ArgumentError
             Another dtype, or a scale grid of another size.
         """
-        n, k = cls.check_stored(weight, bias, E4M3)
+        n, k = cls.check_stored(weight, weight_scale_inv, bias, E4M3)
         block_size = check_pair(cls.__name__, "block_size", block_size)
         check_scale_grid(cls.__name__, "weight_scale_inv", weight_scale_inv, weight, block_size)
         made = cls(

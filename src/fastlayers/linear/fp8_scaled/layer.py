@@ -24,7 +24,7 @@ from torch import nn
 
 from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.device import Device
-from fastlayers.errors import ArgumentError, check_choice, check_plain, describe
+from fastlayers.errors import ArgumentError, check_choice, check_kind, check_plain, describe
 from fastlayers.linear.base import check_source, frozen
 from fastlayers.linear.quantised import QuantisedLinear, QuantisedLinearConfig
 from fastlayers.linear.sgl_scaled_gemm import refuses
@@ -219,9 +219,10 @@ class FP8ScaledLinear(QuantisedLinear):
         ArgumentError
             Another dtype or shape.
         """
-        n, k = cls.check_stored(weight, bias, E4M3)
+        n, k = cls.check_stored(weight, weight_scale, bias, E4M3)
         if weight_scale.numel() != 1 and tuple(weight_scale.shape) not in ((n,), (n, 1)):
             raise ArgumentError(cls.__name__, "weight_scale", describe(weight_scale), f"one number, [{n}] or [{n}, 1]")
+        check_kind(cls.__name__, torch.Tensor | None, input_scale=input_scale)
         if (activation_scale == "static") != (input_scale is not None and input_scale.numel() == 1):
             given = "None" if input_scale is None else describe(input_scale)
             raise ArgumentError(

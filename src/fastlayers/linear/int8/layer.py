@@ -161,7 +161,7 @@ class Int8Linear(QuantisedLinear):
         ArgumentError
             Another dtype or shape.
         """
-        n, k = cls.check_stored(weight, bias, torch.int8)
+        n, k = cls.check_stored(weight, weight_scale, bias, torch.int8)
         if weight_scale.dim() == 2:
             check_tensor(cls.__name__, "weight_scale", weight_scale, shape=(n, 1))
         else:
