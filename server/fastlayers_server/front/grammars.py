@@ -10,13 +10,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastlayers_server.front.errors import ApiError
-from fastlayers_server.front.generation import Front
-from fastlayers_server.front.parsers import STYLES, UNTHINK, thinks
+from fastlayers_server.front.generation import Front, bad
+from fastlayers_server.front.parsers import STYLES, UNTHINK, Harmony, thinks
 from fastlayers_server.front.schemas import ChatRequest, Common, NamedTool
 
 MAX_SOURCE, MAX_DEPTH, MAX_COUNT = 65_536, 32, 10_000
 # Characters between two tokens of JSON: enough to indent, and a model cannot lose itself in it.
 WHITESPACE = 24
+# Of Harmony's messages: how a thought begins, what is between it and the next one, an answer, and a call's arguments.
+CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
+ANALYSIS, NEXT = (CHANNEL, "analysis", MESSAGE), ("<|end|>", "<|start|>", "assistant")
+FINAL, JSON_BODY = (CHANNEL, "final", MESSAGE), ("<|constrain|>", "json", MESSAGE)
 # Keywords of a schema that the grammar enforces, and those that only describe.
 ENFORCED = frozenset(
     ("type", "properties", "required", "additionalProperties", "items", "prefixItems", "minItems", "maxItems",
@@ -71,18 +75,20 @@ def source_of(body: Common, front: Front, prompt: Sequence[int]) -> tuple[str, s
         raise ApiError(400, f"{param}: tools are given too; constrain their parameters instead", "invalid_value", param)
     if tools:
         assert isinstance(body, ChatRequest)
-        if front.formats.tools == "harmony":
-            # Harmony's calls are constrained only where they are forced; its channels are the model's own.
-            if body.tool_choice in (None, "auto"):
+        if body.tool_choice in (None, "auto"):
+            if front.formats.harmony:
+                return None  # the channels are the model's own, and a call ends its turn: there is one at most
+            if "grammar" not in front.link.check_ready().features:
+                if body.parallel_tool_calls is False:
+                    raise bad("parallel_tool_calls", "this engine has no grammars", "unsupported_parameter")
                 return None
-            raise ApiError(400, "tool_choice: this model's format cannot be forced; accepted: auto, none", "unsupported_parameter", "tool_choice")  # fmt: skip  # noqa: E501
-        if body.tool_choice in (None, "auto") and "grammar" not in front.link.check_ready().features:
-            return None
         form, param = _tools(body, front), "tools"
     if form is None:
         return None
     _check_tag(form, param)
-    if front.formats.reasoning not in ("none", "harmony") and thinks(front.tokens, prompt):
+    if front.formats.harmony:
+        form = _in_channels(form if tools else _sequence(*map(_harmony, FINAL), form))
+    elif front.formats.reasoning != "none" and thinks(front.tokens, prompt):
         form = _after_thinking(form)
     source = json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False)
     if len(source.encode()) > MAX_SOURCE:
@@ -120,21 +126,41 @@ def _json_of(schema: Any) -> dict[str, Any]:
 
 def _after_thinking(form: dict[str, Any]) -> dict[str, Any]:
     thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": UNTHINK}
-    space = {"type": "regex", "pattern": r"\n{0,2}"}
-    return {"type": "sequence", "elements": [thought, space, form]}
+    return _sequence(thought, {"type": "regex", "pattern": r"\n{0,2}"}, form)
+
+
+def _sequence(*elements: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def _harmony(text: str) -> dict[str, Any]:
+    """Return a marker of Harmony's, which is one token, or the text between two."""
+    return {"type": "token", "token": text} if text in Harmony.MARKERS else {"type": "const_string", "value": text}
+
+
+def _in_channels(form: dict[str, Any]) -> dict[str, Any]:
+    """Return what the model may think before it says something; the end of that is an end token."""
+    thought = {"type": "any_tokens", "exclude_tokens": list(Harmony.MARKERS)}
+    return _sequence(
+        {"type": "star", "content": _sequence(*map(_harmony, ANALYSIS), thought, *map(_harmony, NEXT))}, form
+    )
 
 
 def _tools(body: ChatRequest, front: Front) -> dict[str, Any]:
-    style = STYLES[front.formats.tools]
     choice = body.tool_choice
     wanted = [t.function for t in body.tools or ()]
     if isinstance(choice, NamedTool):
         wanted = [f for f in wanted if f.name == choice.function.name]
-    tags = []
-    for function in wanted:
-        schema = function.parameters or {"type": "object"}
-        check_schema(schema, f"tools.{function.name}.parameters")
-        begin = style.begins_with_name.replace("NAME", function.name)
+    contents = {function.name: function.parameters or {"type": "object"} for function in wanted}
+    for name, schema in contents.items():
+        check_schema(schema, f"tools.{name}.parameters")
+    if front.formats.harmony:
+        headers = {name: (CHANNEL, f"commentary to=functions.{name} ", *JSON_BODY) for name in contents}
+        calls = [_sequence(*map(_harmony, headers[name]), _json_of(schema)) for name, schema in contents.items()]
+        return {"type": "or", "elements": calls}
+    style, tags = STYLES[front.formats.tools], []
+    for name, schema in contents.items():
+        begin = style.begins_with_name.replace("NAME", name)
         tags.append({"type": "tag", "begin": begin, "content": _json_of(schema), "end": style.closes})
     return {
         "type": "triggered_tags", "triggers": [style.begin], "tags": tags,

@@ -313,11 +313,16 @@ class Formats:
     reasoning: str
     tools: str
 
+    @property
+    def harmony(self) -> bool:
+        """Whether answers come in Harmony's channels; calls then do, too."""
+        return "harmony" in (self.reasoning, self.tools)
+
     def parser(
         self, tokens: TokenText, wants_tools: bool, keep_special: bool
     ) -> Callable[[Sequence[int]], Marked | Harmony] | None:
         """Return what makes the parser of an answer to a prompt, or None where all of it is content."""
-        if "harmony" in (self.reasoning, self.tools):
+        if self.harmony:
             return lambda prompt: Harmony(tokens, prompt, keep_special)
         style = STYLES.get(self.tools) if wants_tools else None
         thinks = self.reasoning != "none"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from .harness import Server, script_of, serving, tokens_of
-from .test_reasoning_and_tools import WEATHER, messages, qwen  # noqa: F401
+from .test_reasoning_and_tools import WEATHER, gpt_oss, messages, qwen  # noqa: F401
 
 GRAMMAR = ("logprobs", "grammar")
 
@@ -188,3 +189,58 @@ def test_every_source_that_we_make_is_one_that_xgrammar_compiles(qwen: Any) -> N
         assert response.status_code == 200, response.text
         assert json.loads(compiler.asked[0])["type"] == "structural_tag"
         xgrammar.Grammar.from_structural_tag(compiler.asked[0])
+
+
+THOUGHT = '<|channel|>analysis<|message|>hm {"x"}<|end|><|start|>assistant'
+SAID, CALLED = "<|channel|>final<|message|>", "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+FORCED = {"tools": [WEATHER, {"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}
+ONE = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("fields", "taken", "refused"),
+    [
+        ({"guided_json": ONE}, [SAID + '{"a": 1}', THOUGHT + SAID + '{"a": 1}', THOUGHT * 2 + SAID + '{"a": 1}'],
+         ['{"a"', SAID + '{"b', THOUGHT + "<|channel|>commentary", THOUGHT + CALLED,
+          "<|channel|>analysis<|message|><|call|>"]),
+        (FORCED, [CALLED + '{"city": "a"}', THOUGHT + CALLED + "{}", CALLED.replace("weather", "f") + "{}"],
+         [SAID, THOUGHT + SAID, CALLED + "{}" + "<|start|>", CALLED.replace("weather", "g"), CALLED + "[", "<"]),
+        (FORCED | {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+         [CALLED.replace("weather", "f") + "{}"], [CALLED]),
+    ],
+)  # fmt: skip
+def test_harmonys_channels_are_constrained_behind_the_thought(
+    gpt_oss: Any,  # noqa: F811
+    fields: Any,
+    taken: Any,
+    refused: Any,
+) -> None:
+    import xgrammar
+
+    from fastlayers_server.engine.grammar import tokenizer_info
+
+    compiler = Compiler()
+    response, _ = asked_for(fields, compiler, tokens=gpt_oss, vocab_size=520)
+    assert response.status_code == 200, response.text
+    ends = [gpt_oss.id_of(marker) for marker in ("<|return|>", "<|call|>")]
+    info = tokenizer_info(Path(gpt_oss.hf.name_or_path), gpt_oss.vocab_size, ends)
+    compiled = xgrammar.GrammarCompiler(info).compile_structural_tag(compiler.asked[0])
+
+    def accepted(text: str) -> bool:
+        matcher = xgrammar.GrammarMatcher(compiled)
+        return all(matcher.accept_token(i) for i in gpt_oss.encode(text, False)) and matcher.accept_token(ends[0])
+
+    def begins(text: str) -> bool:
+        matcher = xgrammar.GrammarMatcher(compiled)
+        return all(matcher.accept_token(i) for i in gpt_oss.encode(text, False))
+
+    assert all(map(accepted, taken)) and not any(map(begins, refused))
+
+
+def test_one_call_at_most_is_promised_where_it_is_kept(qwen: Any, gpt_oss: Any) -> None:  # noqa: F811
+    body = {"model": "tiny", "messages": messages(), "tools": [WEATHER], "parallel_tool_calls": False}
+    for tokens, status in ((qwen, 400), (gpt_oss, 200)):
+        with serving(script_of(tokens, "x"), tokens=tokens, features=("logprobs",), vocab_size=520) as server:
+            response = server.post("/v1/chat/completions", body)
+            assert response.status_code == status, response.text
+            assert status == 200 or response.json()["error"]["param"] == "parallel_tool_calls"
