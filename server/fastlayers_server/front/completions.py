@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from codecs import getincrementaldecoder
+from collections import defaultdict
+from collections.abc import Iterator, Set
 from typing import Any
 
 from starlette.requests import Request
@@ -40,7 +42,7 @@ class _Writer(Writer):
 
     def __init__(self, front: Front, body: CompletionRequest) -> None:
         super().__init__(front, body)
-        self._tokens, self._offsets = front.tokens, dict[int, int]()
+        self._tokens, self._offsets = front.tokens, defaultdict[int, _Offsets](_Offsets)
         self._begun: set[int] = set()
 
     def whole(self, job: Job) -> dict[str, Any]:
@@ -65,11 +67,9 @@ class _Writer(Writer):
         told: dict[str, Any] | None = None
         if self._body.logprobs is not None:
             told = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-            offset, hides = self._offsets.get(row.index, 0), self._body.skip_special_tokens is not False
-            if echoes:
-                entries = [(prompt[0], None), *zip(prompt[1:], row.prompt_logprobs, strict=False)]
-                offset = _append(told, entries, self._tokens, offset, hides)
-            self._offsets[row.index] = _append(told, logprobs, self._tokens, offset, hides)
+            entries = [(prompt[0], None), *zip(prompt[1:], row.prompt_logprobs, strict=False)] if echoes else []
+            hidden = self._tokens.special if self._body.skip_special_tokens is not False else set()
+            _append(told, [*entries, *logprobs], self._tokens, self._offsets[row.index], hidden)
         choice = {
             "index": row.index, "text": echoed + text, "logprobs": told,
             "finish_reason": row.finish or None,
@@ -91,13 +91,25 @@ def finite(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-def _append(told: dict[str, Any], entries: Any, tokens: TokenText, offset: int, hides: bool) -> int:
+class _Offsets:
+    """Where each token begins in a text, of which a character may be several tokens."""
+
+    def __init__(self) -> None:
+        self._decoder, self._end = getincrementaldecoder("utf-8")("replace"), 0
+
+    def next(self, raw: bytes) -> int:
+        """Return where the token of these bytes begins."""
+        begin = self._end
+        self._end += len(self._decoder.decode(raw))
+        return begin
+
+
+def _append(told: dict[str, Any], entries: Any, tokens: TokenText, offsets: _Offsets, hidden: Set[int]) -> None:
     for token, entry in entries:
         text = spelled(tokens, token)
         told["tokens"].append(text)
-        told["text_offset"].append(offset)
         # A special token that the text leaves out takes no place in it.
-        offset += 0 if hides and token in tokens.special else len(text)
+        told["text_offset"].append(offsets.next(b"" if token in hidden else tokens.token_bytes(token)))
         if entry is None:
             told["token_logprobs"].append(None)
             told["top_logprobs"].append(None)
@@ -105,7 +117,6 @@ def _append(told: dict[str, Any], entries: Any, tokens: TokenText, offset: int, 
         told["token_logprobs"].append(finite(entry.chosen))
         top = {spelled(tokens, i): finite(p) for i, p in reversed(entry.top)}
         told["top_logprobs"].append(top | {text: finite(entry.chosen)})
-    return offset
 
 
 def _by_id(entry: TokenLogprobs, token: int, tokens: TokenText) -> dict[str, Any]:

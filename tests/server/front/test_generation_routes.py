@@ -170,6 +170,23 @@ def test_echo_brings_the_prompt_back(server: Server) -> None:
     choice = complete(server, prompt=server.front.tokens.encode("One two", False), echo=True, max_tokens=2)
     assert choice.json()["choices"][0]["text"].startswith("One two")
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_count_characters_of_several_tokens_once(server: Server, stream: bool) -> None:
+    answer = complete(server, logprobs=0, stream=stream)
+    choices = [e["choices"][0] for e in events(answer.text)] if stream else answer.json()["choices"]
+    text = "".join(c["text"] for c in choices)
+    told = [c["logprobs"] for c in choices if c["logprobs"]]
+    offsets = [o for t in told for o in t["text_offset"]]
+    tokens = [token for t in told for token in t["tokens"]]
+    assert text == TEXT and offsets == sorted(offsets)
+    for place, (token, at) in enumerate(zip(tokens, offsets, strict=True)):
+        if "\ufffd" not in token:
+            assert text[at : at + len(token)] == token, (place, token)
+    assert {offsets[at] for at, token in enumerate(tokens) if "\ufffd" in token} == {
+        at for at, character in enumerate(text) if not character.isascii()
+    }
+
+
 
 def test_siblings_have_seeds_of_their_own_and_wait_for_the_first() -> None:
     seen = []
