@@ -284,9 +284,10 @@ class _Writer(Writer):
         deltas, _, _ = job.rows[0].take()
         for _ in self._steps(deltas):
             pass
-        for _ in self._close():
+        status = self._status(job)
+        for _ in self._close(status):
             pass
-        return self._response(job, self._status(job))
+        return self._response(job, status)
 
     def _status(self, job: Job) -> str:
         return "incomplete" if job.rows[0].finish == "length" else "completed"
@@ -305,8 +306,8 @@ class _Writer(Writer):
 
     def end(self, job: Job) -> Iterator[bytes]:
         """Yield the whole response."""
-        yield from self._close()
         status = self._status(job)
+        yield from self._close(status)
         yield self._event(f"response.{status}", response=self._response(job, status))
 
     def failed(self, error: ApiError) -> bytes:
@@ -357,12 +358,12 @@ class _Writer(Writer):
             self._items[-1]["content"].append(part)
             yield self._event("response.content_part.added", **self._place(), content_index=0, part=part)
 
-    def _close(self) -> Iterator[bytes]:
+    def _close(self, status: str = "completed") -> Iterator[bytes]:
         if self._open is None:
             return
         (kind, _), self._open = self._open, None
         item = self._items[-1]
-        item["status"] = "completed"
+        item["status"] = status
         if kind == "tool":
             told = {"name": item["name"], "arguments": item["arguments"]}
             yield self._event("response.function_call_arguments.done", **self._place(), **told)

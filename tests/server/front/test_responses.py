@@ -43,6 +43,9 @@ def test_a_whole_response(server: Server) -> None:
     short = Response.model_validate(post(server, max_output_tokens=2).json())
     assert short.status == "incomplete" and short.incomplete_details is not None
     assert short.incomplete_details.reason == "max_output_tokens"
+    assert [item.status for item in short.output] == ["incomplete"]  # type: ignore[union-attr]
+    cut = Response.model_validate(post(server, tools=TOOLS, max_output_tokens=24).json())
+    assert [item.status for item in cut.output] == ["completed"] * (len(cut.output) - 1) + ["incomplete"]  # type: ignore[union-attr]
 
 
 def test_a_stream_tells_what_the_whole_response_says(server: Server) -> None:
