@@ -207,7 +207,7 @@ class LLM:
     def _row(self, job: Job, rid: int, completion: Completion, way: Params) -> Row:
         prompt, ends = completion.prompt_token_ids, {*way.stop_token_ids}
         ends |= set() if way.ignore_eos else {*self.info.eos_ids}
-        stops, detokenizer = StopStrings(way.stop, False), Detokenizer(self.tokens, prompt, True)
+        stops, detokenizer = StopStrings(way.stop, False, way.min_tokens), Detokenizer(self.tokens, prompt, True)
         return Row(job, rid, prompt, detokenizer, Plain(), stops, frozenset(ends), frozenset())
 
     def abort(self, rids: list[int], finish: Literal["abort", "stop"] = "abort") -> None:

@@ -182,7 +182,7 @@ def launch(front: Front, body: Common, prompts: list[list[int]], wanted: Wanted,
             rid = front.link.next_rid()
             detokenizer = Detokenizer(front.tokens, prompt, skip and wanted.parser is None)
             parser = Plain() if wanted.parser is None else wanted.parser(prompt)
-            stops = StopStrings(body.stop or (), bool(body.include_stop_str_in_output))
+            stops = StopStrings(body.stop or (), bool(body.include_stop_str_in_output), body.min_tokens or 0)
             row = Row(job, rid, prompt, detokenizer, parser, stops, end_ids, hidden)
             request = Submit(
                 rid, pack_ids(prompt), sampling[index], limit, body.min_tokens or 0, tuple(body.stop_token_ids or ()),

@@ -135,7 +135,9 @@ class Row:
         for delta in deltas:
             if delta.kind == "content":
                 self._said += len(delta.text)
-                delta.text, stopped = self._stops.feed(delta.text)
+                stopped = False
+                if len(self.ids) >= self._stops.after:
+                    delta.text, stopped = self._stops.feed(delta.text)
                 self._add(delta)
                 if stopped:
                     return True

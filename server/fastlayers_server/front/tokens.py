@@ -157,10 +157,19 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Finds the stop string that is complete first, and holds back text that may be the beginning of one."""
+    """Finds the stop string that is complete first, and holds back text that may be the beginning of one.
 
-    def __init__(self, stops: str | Sequence[str], include: bool) -> None:
-        self._stops, self.include = (stops,) if isinstance(stops, str) else tuple(stops), include
+    Parameters
+    ----------
+    stops : str or sequence of str
+    include : bool
+        The text ends behind it, not before.
+    after : int
+        So many tokens are drawn before the search begins.
+    """
+
+    def __init__(self, stops: str | Sequence[str], include: bool, after: int = 0) -> None:
+        self._stops, self.include, self.after = (stops,) if isinstance(stops, str) else tuple(stops), include, after
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, bool]:

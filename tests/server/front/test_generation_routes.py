@@ -115,6 +115,17 @@ def test_stop_strings_cut_at_the_same_place_streamed_or_not(
     assert choices[-1]["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_counts_behind_min_tokens(server: Server, stream: bool) -> None:
+    ids = server.front.tokens.encode(TEXT, False)
+    until = next(n for n in range(len(ids)) if "o w" in server.front.tokens.decode(ids[:n]))
+    for least, text in ((0, "Hell"), (until, "Hello w")):
+        answer = complete(server, stop="o", min_tokens=least, stream=stream)
+        choices = [e["choices"][0] for e in events(answer.text)] if stream else answer.json()["choices"]
+        found = "".join(c["text"] for c in choices)
+        assert found.startswith(text) and choices[-1]["finish_reason"] == "stop" and TEXT[len(found)] == "o", found
+
+
 def test_tokens_after_a_stop_string_are_not_counted(server: Server) -> None:
     usage = complete(server, stop="world").json()["usage"]
     assert usage["completion_tokens"] == len(server.front.tokens.encode("Hello world", False))
@@ -159,17 +170,6 @@ def test_what_a_stop_string_cuts_has_no_logprobs(server: Server, stream: bool, i
     assert "".join(e["token"] for e in entries) == text
 
 
-def test_logprobs_of_a_completion_have_offsets_into_its_text(server: Server) -> None:
-    choice = complete(server, logprobs=1, prompt="Hi", echo=False, max_tokens=4).json()["choices"][0]
-    told = choice["logprobs"]
-    assert [choice["text"][o:].startswith(t) for o, t in zip(told["text_offset"], told["tokens"], strict=True)] == [True] * 4  # fmt: skip  # noqa: E501
-    assert len(told["token_logprobs"]) == len(told["top_logprobs"]) == 4
-
-
-def test_echo_brings_the_prompt_back(server: Server) -> None:
-    choice = complete(server, prompt=server.front.tokens.encode("One two", False), echo=True, max_tokens=2)
-    assert choice.json()["choices"][0]["text"].startswith("One two")
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_offsets_count_characters_of_several_tokens_once(server: Server, stream: bool) -> None:
     answer = complete(server, logprobs=0, stream=stream)
@@ -186,6 +186,17 @@ def test_offsets_count_characters_of_several_tokens_once(server: Server, stream:
         at for at, character in enumerate(text) if not character.isascii()
     }
 
+
+def test_logprobs_of_a_completion_have_offsets_into_its_text(server: Server) -> None:
+    choice = complete(server, logprobs=1, prompt="Hi", echo=False, max_tokens=4).json()["choices"][0]
+    told = choice["logprobs"]
+    assert [choice["text"][o:].startswith(t) for o, t in zip(told["text_offset"], told["tokens"], strict=True)] == [True] * 4  # fmt: skip  # noqa: E501
+    assert len(told["token_logprobs"]) == len(told["top_logprobs"]) == 4
+
+
+def test_echo_brings_the_prompt_back(server: Server) -> None:
+    choice = complete(server, prompt=server.front.tokens.encode("One two", False), echo=True, max_tokens=2)
+    assert choice.json()["choices"][0]["text"].startswith("One two")
 
 
 def test_siblings_have_seeds_of_their_own_and_wait_for_the_first() -> None:
