@@ -134,7 +134,7 @@ def elsewhere(rank: Rank) -> bool:
         return Board.make(rank.spec().tp) is None
 
 
-def no_room(nbytes: int) -> Any:
+def no_room(*given: Any) -> Any:
     raise OSError("No space left on device")
 
 
@@ -149,6 +149,22 @@ def full(rank: Rank) -> str:
 def test_all_ranks_say_that_the_host_is_full() -> None:
     for said in world(2).run(full):
         assert said.startswith("Board: rank 0 has no room for 1,") and said.endswith("No space left on device")
+
+
+def unseen(rank: Rank) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        if rank.rank == 1:  # as in a container of its own
+            patch.setattr(boards, "open", no_room, raising=False)
+        try:
+            Board(rank.spec().tp)
+        except OSError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_all_ranks_say_which_does_not_see_the_memory() -> None:
+    for said in world(2).run(unseen):
+        assert said.startswith("Board: rank 1 does not see what rank 0 has made: ")
 
 
 def test_ranks_of_several_hosts_have_no_board() -> None:

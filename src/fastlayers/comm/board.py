@@ -50,7 +50,8 @@ class Board:
     Raises
     ------
     OSError
-        On all ranks: there is no room for it on the host.
+        On all ranks: there is no room for it on the host, or one of them does not see the memory of the first, as in a
+        container of its own.
     RankLostError
         In :meth:`read` and :meth:`post`: a process is gone, or says nothing within the deadline.
     """
@@ -72,11 +73,17 @@ class Board:
         dist.all_gather_object(told, (file.name if file is not None else failed, own()), group=axis.group)
         if told[0][0].startswith("Board: "):
             raise OSError(told[0][0])
-        with open(told[0][0], "r+b") as shared:
-            self._memory = mmap.mmap(shared.fileno(), nbytes)
-        dist.barrier(group=axis.group)  # everybody has it: nobody else needs its name
+        try:
+            with open(told[0][0], "r+b") as shared:
+                self._memory = mmap.mmap(shared.fileno(), nbytes)
+        except OSError as error:
+            failed = f"Board: rank {self._names[axis.rank]} does not see what rank {self._names[0]} has made: {error}"
+        reached: list[str] = [""] * axis.size
+        dist.all_gather_object(reached, failed, group=axis.group)
         if file is not None:
-            file.close()
+            file.close()  # everybody has it: nobody else needs its name
+        if any(reached):
+            raise OSError(next(filter(None, reached)))
         self._read = memoryview(self._memory).cast("q")  # [reader, writer]: records read, behind which a ring is free
         self._rings = 8 * axis.size * axis.size
         # Processes that cannot be seen from here (of another container) have the deadline only.
