@@ -62,6 +62,8 @@ class ModelContext:
         Of the attention core.
     """
 
+    rounding = "cast_then_scale"  # of norms, see fastlayers.RMSNorm
+
     def __init__(
         self,
         config: Any,
@@ -90,7 +92,8 @@ class ModelContext:
 
     def norm(self) -> fl.RMSNorm:
         """Return a norm over the hidden size."""
-        return fl.RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, device=self.device, dtype=self.dtype)
+        size, eps = self.config.hidden_size, self.config.rms_norm_eps
+        return fl.RMSNorm(size, eps, rounding=self.rounding, device=self.device, dtype=self.dtype)
 
     def linear(self, name: str, *sizes: Any, **options: Any) -> nn.Module:
         """Return the linear of checkpoint module ``name`` in its number format."""

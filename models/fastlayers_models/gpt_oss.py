@@ -92,12 +92,7 @@ class GptOssConfig(GQADecoderConfig):
 class GptOssContext(ModelContext):
     """As for all families, but norms scale in fp32 and round once."""
 
-    def norm(self) -> fl.RMSNorm:
-        """Return a norm over the hidden size."""
-        config = self.config
-        return fl.RMSNorm(
-            config.hidden_size, config.rms_norm_eps, rounding="scale_then_cast", device=self.device, dtype=self.dtype
-        )
+    rounding = "scale_then_cast"
 
 
 class GptOssMoE(nn.Module):

@@ -24,7 +24,7 @@ import torch
 from fastlayers.attention.buckets import TOKENS, ExtendBucket, ExtendBuckets
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
-from fastlayers.comm.collectives import collectives
+from fastlayers.comm.collectives import by_nccl, collectives
 from fastlayers.comm.parallel import AXES, SINGLE
 from fastlayers.errors import ArgumentError, CaptureError
 from fastlayers.runtime.captured_steps import CapturedSteps
@@ -483,10 +483,4 @@ def _capturable(model: Any) -> bool:
     if parallel is None or parallel.world_size == 1:
         return True
     axes = (getattr(parallel, name) for name in AXES)
-    return all(axis.size == 1 or _nccl(axis.group) for axis in axes)
-
-
-def _nccl(group: Any) -> bool:
-    import torch.distributed as dist
-
-    return isinstance(group, dist.ProcessGroup) and "nccl" in str(dist.get_backend_config(group))
+    return all(axis.size == 1 or by_nccl(axis.group) for axis in axes)

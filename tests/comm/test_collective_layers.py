@@ -126,7 +126,7 @@ def test_refusals_name_the_reason() -> None:
     assert sums["torch_symm_mem"].refuse(ours, cpu) == f"NCCL needs a CUDA device, this is {cpu}"
     assert sums["torch_symm_mem"].refuse(ours, h200) == "axis.group has no NCCL"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_layer, "_backend_of", lambda axis: "nccl")
+        patch.setattr(rank_layer, "by_nccl", lambda group: True)
         refuse = sums["torch_symm_mem"].refuse
         assert refuse(ours, h200) == "ranks are on several hosts"
         ours = replace(ours, refusal=None)
@@ -155,7 +155,7 @@ def test_rows_beyond_the_workspace_go_to_nccl(monkeypatch: pytest.MonkeyPatch) -
     cfg = SumNormConfig(Axis(2), 128, slots=64)
     chosen = Choice("sum_norm", cfg, DESCRIBED["H200"], "auto", (Rung(None, SUM_NORM.named("triton_symm_mem")),))
     assert with_limit(chosen, SUM_NORM) is chosen  # no NCCL to give them to
-    monkeypatch.setattr("fastlayers.comm.rank_layer._backend_of", lambda axis: "nccl")
+    monkeypatch.setattr("fastlayers.comm.rank_layer.by_nccl", lambda group: True)
     assert with_limit(chosen, SUM_NORM).name == "triton_symm_mem:64|nccl"
     assert with_limit(replace(chosen, requested="triton_symm_mem"), SUM_NORM).name == "triton_symm_mem"
 

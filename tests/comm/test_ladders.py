@@ -75,7 +75,7 @@ def chosen(table: Registry, cfg: RankConfig, device: Any = H200) -> Choice:
 
 @pytest.fixture
 def with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastlayers.comm.rank_layer._backend_of", lambda axis: "nccl")
+    monkeypatch.setattr("fastlayers.comm.rank_layer.by_nccl", lambda group: True)
 
 
 @pytest.mark.usefixtures("with_nccl")

@@ -41,7 +41,7 @@ def play_package(patch: pytest.MonkeyPatch, folder: Path, broken: bool) -> None:
     text = "raise ImportError('libcudart.so.13 is not here')" if broken else "allreduce_fusion = print"
     (folder / "flashinfer" / "comm.py").write_text(f"{text}\ncreate_allreduce_fusion_workspace = print\n")
     patch.syspath_prepend(folder)
-    patch.setattr(rank_layer, "_backend_of", lambda axis: "nccl")
+    patch.setattr(rank_layer, "by_nccl", lambda group: True)
     for module in (device_module, rank_layer):
         patch.setattr(module, "as_device", lambda device: H200)
     forget_probes()
@@ -100,7 +100,7 @@ def test_ranks_whose_environments_name_other_rows_are_named() -> None:
 
 
 def test_what_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_layer, "_backend_of", lambda axis: "nccl")
+    monkeypatch.setattr(rank_layer, "by_nccl", lambda group: True)
     monkeypatch.setenv("FASTLAYERS_TUNED_DIR", str(tmp_path))
     ladder = [{"max_tokens": 64, "backend": "flashinfer"}, {"max_tokens": None, "backend": "nccl"}]
     entry = {

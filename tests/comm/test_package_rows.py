@@ -65,7 +65,7 @@ def lacking(name: str, why: str) -> Workspace:
     ],
 )  # fmt: skip
 def test_who_is_refused(cfg: Any, device: str, words: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_layer, "_backend_of", lambda axis: "nccl")
+    monkeypatch.setattr(rank_layer, "by_nccl", lambda group: True)
     row = SUM_NORM.named("flashinfer") if isinstance(cfg, SumNormConfig) else ALL_REDUCE.named("sgl_kernel")
     why = row.refusal(cfg, as_device(device))
     assert row.auto_on == () and (why is None if words is None else words in str(why))
@@ -76,7 +76,7 @@ def test_another_group_and_a_missing_package_are_named() -> None:
         with pytest.raises(NoBackendError, match=r"axis\.group has no NCCL"):
             registry.choose(cfg, "H200", name)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rank_layer, "_backend_of", lambda axis: "nccl")
+            patch.setattr(rank_layer, "by_nccl", lambda group: True)
             patch.setenv("FASTLAYERS_DISABLE", name)
             with pytest.raises(NoBackendError, match=f"{name} is disabled by FASTLAYERS_DISABLE"):
                 registry.choose(cfg, "H200", name)
@@ -106,7 +106,7 @@ def test_a_measured_ladder_may_name_a_package_as_far_as_the_workspace_reaches(
     written = json.dumps({"schema": SCHEMA, "ladders": [entry]})
     (tmp_path / ladders.NAME).write_text(written)
     monkeypatch.setenv("FASTLAYERS_TUNED_DIR", str(tmp_path))
-    monkeypatch.setattr(rank_layer, "_backend_of", lambda axis: "nccl")
+    monkeypatch.setattr(rank_layer, "by_nccl", lambda group: True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fastlayers.device.missing", lambda needs, load: None)
         for slots, name in ((1024, "flashinfer:64|triton_symm_mem:1024|nccl"), (32, "flashinfer:32|nccl")):

@@ -211,6 +211,11 @@ class Unconnected(Collectives):
     all_reduce_ = all_gather = reduce_scatter = all_gather_variable = reduce_scatter_variable = _REFUSE
 
 
+def by_nccl(group: Any) -> bool:
+    """Return whether a group is one of processes that communicate by NCCL."""
+    return isinstance(group, dist.ProcessGroup) and "nccl" in str(dist.get_backend_config(group))
+
+
 def collectives(axis: Axis) -> Collectives:
     """Return the collectives of ``axis``; choose once, at construction.
 
@@ -224,8 +229,7 @@ def collectives(axis: Axis) -> Collectives:
     if isinstance(axis.group, CollectiveGroup):
         return axis.group.collectives(axis)
     check_kind("collectives", dist.ProcessGroup, **{"axis.group": axis.group})
-    nccl = "nccl" in str(dist.get_backend_config(axis.group))
-    found = TorchCollectives(axis) if nccl else GlooCollectives(axis)
+    found = TorchCollectives(axis) if by_nccl(axis.group) else GlooCollectives(axis)
     if env.debug():
         from fastlayers.comm.order import checked
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from fastlayers.comm import ladders
-from fastlayers.comm.collectives import collectives
+from fastlayers.comm.collectives import by_nccl, collectives
 from fastlayers.comm.fabric import PACKAGES
 from fastlayers.comm.parallel import Axis
 from fastlayers.device import Device, as_device
@@ -78,7 +78,7 @@ def refuse_nccl(cfg: Any, device: Device) -> str | None:
     """Refuse an axis whose group is not NCCL's."""
     if device.type != "cuda":
         return f"NCCL needs a CUDA device, this is {device}"
-    return None if _backend_of(cfg.axis) == "nccl" else "axis.group has no NCCL"
+    return None if by_nccl(cfg.axis.group) else "axis.group has no NCCL"
 
 
 def refuse_gloo(cfg: Any, device: Device) -> str | None:
@@ -111,14 +111,6 @@ def refuse_package(name: str, sizes: tuple[int, ...]) -> Callable[[Any, Device],
         return why
 
     return refuse
-
-
-def _backend_of(axis: Axis) -> str:
-    import torch.distributed as dist
-
-    if not isinstance(axis.group, dist.ProcessGroup):
-        return ""
-    return "nccl" if "nccl" in str(dist.get_backend_config(axis.group)) else "gloo"
 
 
 def rank_registry(layer: str, name: str, guards: Mapping[str, str], *more: Backend) -> Registry:
