@@ -68,7 +68,12 @@ class GrammarWorker:
         arguments = str(self._folder), str(info.vocab_size), ",".join(map(str, info.eos_ids)), str(self._memory)
         command = (sys.executable, "-m", "fastlayers_server.engine.grammar", *arguments)
         self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=self._memory)
-        await self._answer(START_SECONDS)
+        try:
+            await self._answer(START_SECONDS)
+        except (ValueError, TimeoutError) as error:  # no grammar is to blame for that
+            raise RuntimeError(
+                f"no process that compiles grammars starts with the tokenizer of {self._folder}"
+            ) from error
 
     async def compile(self, source: str) -> str:
         """Return the serialised compiled grammar of a structural tag, as JSON.
@@ -77,6 +82,8 @@ class GrammarWorker:
         ------
         ValueError
             The source is no grammar, or the process ended over it; the message is for the client.
+        RuntimeError
+            The process does not start.
         TimeoutError
             Compiling took too long; the process was killed.
         """

@@ -81,6 +81,12 @@ def test_the_worker_compiles_refuses_and_is_killed(grammars: Any) -> None:
     assert not any(".cc:" in said for said in wrong.values()), wrong
 
 
+def test_a_worker_that_does_not_start_is_no_fault_of_a_grammar(tmp_path: Path) -> None:
+    worker = GrammarWorker(tmp_path, lambda: INFO)
+    with pytest.raises(RuntimeError, match=f"starts with the tokenizer of {re.escape(str(tmp_path))}"):
+        asyncio.run(worker.compile(SOURCES["choice"]))
+
+
 @pytest.fixture(scope="module")
 def model() -> Any:
     return make_model("deepseek")
