@@ -9,9 +9,10 @@ import torch
 
 from fastlayers.comm.board import Board
 from fastlayers.comm.parallel import Axis
+from fastlayers_server.stalls import freeze
 
 END = b""  # nothing follows
-FREEZE = b"freeze"  # all ranks freeze what lives, and bring how many objects that is
+FREEZE = b"freeze"
 
 
 class Channel:
@@ -32,12 +33,19 @@ class Channel:
         self._board.post(END if message is None else message)
 
     def hear(self) -> bytes | None:
-        """Wait for what is said next; on the other ranks."""
-        return self._board.read(0) or None
+        """Wait for what is said next; on the other ranks. Who is told to freeze what lives does so meanwhile."""
+        while (message := self._board.read(0)) == FREEZE:
+            self.collect(str(freeze()["frozen"]).encode())
+        return message or None
 
     def collect(self, data: bytes) -> list[bytes]:
         """Return what every rank brings, in their order; on all ranks."""
         return self._board.exchange(data)
+
+    def freeze(self, objects: int) -> list[int]:
+        """Have the other ranks do what this one did; returns how many objects each rank's collector leaves alone."""
+        self.tell(FREEZE)
+        return [int(each) for each in self.collect(str(objects).encode())]
 
 
 def pack(tensor: torch.Tensor) -> bytes:

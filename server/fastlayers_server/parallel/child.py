@@ -71,8 +71,9 @@ def _leading(config: EngineConfig, phase: Phase, epoch: int) -> Engine:
     from fastlayers_server.parallel.together import GroupLeader
 
     engine: Any = build(config, phase, epoch)
-    leader = (Leader if config.attn_dp_size == 1 else GroupLeader)(engine.executor, Channel())
-    engine.executor, engine.ended, engine.frozen = leader, leader.close, leader.freeze
+    channel = Channel()
+    leader = (Leader if config.attn_dp_size == 1 else GroupLeader)(engine.executor, channel)
+    engine.executor, engine.ended, engine.frozen = leader, leader.close, channel.freeze
     return engine
 
 

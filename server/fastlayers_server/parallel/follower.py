@@ -6,9 +6,8 @@ from collections import deque
 
 from fastlayers.errors import CollectiveMismatch
 from fastlayers_server.engine.executor import TorchExecutor, TorchStep
-from fastlayers_server.parallel.channel import FREEZE, Channel, Digest, unpack
+from fastlayers_server.parallel.channel import Channel, Digest, unpack
 from fastlayers_server.parallel.frames import Mirror
-from fastlayers_server.stalls import freeze
 
 AHEAD = 2  # plans that are launched before the tokens of the first are waited for
 
@@ -26,9 +25,6 @@ def follow(executor: TorchExecutor, channel: Channel) -> None:
     mirror, digest, flying = Mirror(), Digest(), deque[TorchStep]()
     known = {0: 0}  # digests of this rank that the first rank's are still to be compared with
     while (frame := channel.hear()) is not None:
-        if frame == FREEZE:
-            channel.collect(str(freeze()["frozen"]).encode())
-            continue
         plan, told, wanted = mirror.plan(frame)
         if told not in known:
             while digest.count < told:

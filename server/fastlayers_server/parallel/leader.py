@@ -6,7 +6,7 @@ from typing import Any
 
 from fastlayers_server.engine.loop import Executor, Step
 from fastlayers_server.engine.request import TickPlan, TickResult
-from fastlayers_server.parallel.channel import FREEZE, Channel, Digest, pack
+from fastlayers_server.parallel.channel import Channel, Digest, pack
 from fastlayers_server.parallel.frames import encode
 
 
@@ -57,11 +57,6 @@ class Leader:
     def close(self) -> None:
         """Let the other ranks end."""
         self._channel.tell(None)
-
-    def freeze(self, objects: int) -> list[int]:
-        """Have the other ranks do what this one did; returns how many objects each rank's collector leaves alone."""
-        self._channel.tell(FREEZE)
-        return [int(each) for each in self._channel.collect(str(objects).encode())]
 
     def explain(self) -> Any:
         """Of this rank, see :class:`~fastlayers_server.engine.loop.Executor`; and how many there are."""

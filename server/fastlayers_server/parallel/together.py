@@ -21,11 +21,10 @@ from fastlayers_server.engine.executor import TorchExecutor, TorchStep
 from fastlayers_server.engine.protocol import TokenLogprobs
 from fastlayers_server.engine.request import Chunk, Request, TickPlan, TickResult
 from fastlayers_server.engine.step import SlotStep
-from fastlayers_server.parallel.channel import FREEZE, Channel
+from fastlayers_server.parallel.channel import Channel
 from fastlayers_server.parallel.frames import Mirror, encode
 from fastlayers_server.parallel.groups import GroupsPlan, GroupsResult
 from fastlayers_server.parallel.leader import Leader
-from fastlayers_server.stalls import freeze
 
 REPORT = b"report"
 
@@ -192,9 +191,6 @@ def follow_together(executor: GroupExecutor, channel: Channel) -> None:
     while (message := channel.hear()) is not None:
         if message == REPORT:
             channel.collect(_packed(flying.popleft().result()))
-            continue
-        if message == FREEZE:
-            channel.collect(str(freeze()["frozen"]).encode())
             continue
         told = _envelope(message)
         plan = mirror.plan(told.frames[group])[0]
