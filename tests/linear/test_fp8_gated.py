@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -63,6 +64,22 @@ def test_bits_are_those_of_two_launches(dtype: torch.dtype, scale_fmt: str, laun
         assert torch.equal(found, wanted) and found.shape == (*shape, 72)
         assert launches["_silu_mul_quant_kernel"] == 1 and launches.total() == before - 1
         assert not launches["_silu_mul_kernel"] and not launches["_group_quant_kernel"]
+
+
+@torch.no_grad()
+def test_hooks_and_another_activation_are_called() -> None:
+    down, act, quantised = layers(256, torch.bfloat16)
+    x = torch.randn(4, 512, dtype=torch.bfloat16)
+    wanted, seen = act(x), []
+    for module, register in itertools.product((down, act), ("register_forward_pre_hook", "register_forward_hook")):
+        handle = getattr(module, register)(lambda module, given, *result: seen.append((module, given[0])))
+        down.gated(x, act, quantised)
+        handle.remove()
+    assert [module for module, _ in seen] == [down, down, act, act]
+    assert all(torch.equal(given, wanted if module is down else x) for module, given in seen)
+    doubled = nn.Module()
+    doubled.forward = lambda x: 2 * act(x)  # type: ignore[method-assign]
+    assert torch.equal(down.gated(x, doubled, quantised), down(2 * wanted))  # type: ignore[arg-type]
 
 
 @torch.no_grad()

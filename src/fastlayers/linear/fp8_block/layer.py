@@ -234,12 +234,15 @@ class FP8BlockLinear(QuantisedLinear):
     def gated(self, gate_up: torch.Tensor, act: SiluAndMul, quantised: nn.ModuleDict) -> torch.Tensor:
         """Return ``self(act(gate_up))``, bit for bit, for the product ``[..., 2 · local_in]`` of gate and up.
 
-        Where the product takes codes, one launch activates and quantises; elsewhere ``act`` runs.
+        Where the product takes codes, one launch activates and quantises. Elsewhere ``act`` runs, and where a hook
+        looks at what goes in or out of either, or ``act`` is something else by now.
         """
         tokens = gate_up.numel() // (2 * self.local_in)
         impl = self.ladder.single or self.ladder.pick(tokens)
         layout = impl.codes_layout(tokens) if hasattr(impl, "codes_layout") else None
-        if layout is None or torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        hooked = self._forward_pre_hooks or self._forward_hooks or act._forward_pre_hooks or act._forward_hooks
+        other = hooked or type(act) is not SiluAndMul
+        if layout is None or other or torch.is_grad_enabled() or forward_ad._current_level >= 0:
             plain: torch.Tensor = self(act(gate_up))
             return plain
         q, s = quantised[layout](gate_up.reshape(-1, 2 * self.local_in))
