@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -122,7 +123,7 @@ class LLM:
         except (ValueError, LookupError, RuntimeError, OSError) as error:
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
         self._news: deque[FromEngine] = deque()
-        self._turn = threading.Lock()
+        self._turn, self._whose = threading.Lock(), 0  # thread that is served
         self._rid, self._metrics = 0, Metrics(model)
         self.info = self.engine.begin(self._news.append)
 
@@ -135,6 +136,8 @@ class LLM:
         ------
         ValueError
             The engine refused a request; the others have ended too.
+        RuntimeError
+            A stream of this thread is still open.
         """
         given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         ids = [self._ids(prompt) for prompt in given]
@@ -153,6 +156,8 @@ class LLM:
         ------
         ValueError
             The engine refused the request.
+        RuntimeError
+            Another stream of this thread is still open.
         """
         way = replace(params or Params(), n=1)
         completion = Completion(self._ids(prompt), [Answer()])
@@ -166,7 +171,7 @@ class LLM:
         """Fill in the answers; yields after every tick that told something."""
         rows: dict[int, tuple[Row, Answer, Completion]] = {}
         asked: list[Submit] = []
-        with self._turn:
+        with self._alone():
             for completion, way in zip(completions, ways, strict=True):
                 job = Job("", self, self._metrics, time.monotonic(), 0)
                 first = 0
@@ -203,6 +208,19 @@ class LLM:
                     self._taken()
         if errors:
             raise ValueError(errors[0])
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Serve this call and no other; one of a thread whose stream is open would wait for itself."""
+        if self._whose == threading.get_ident():
+            accepted = "to read it to its end, or to close it, before anything else is asked"
+            raise RuntimeError(f"LLM: a stream of this thread is still open; accepted: {accepted}")
+        with self._turn:
+            self._whose = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._whose = 0
 
     def _row(self, job: Job, rid: int, completion: Completion, way: Params) -> Row:
         prompt, ends = completion.prompt_token_ids, {*way.stop_token_ids}

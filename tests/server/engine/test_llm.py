@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -111,3 +112,20 @@ def test_what_the_guide_shows_runs(capsys: pytest.CaptureFixture[str]) -> None:
     names["llm"].close()
     assert gc.get_freeze_count() < 10_000, "what is left of it would never be collected"
     assert len(capsys.readouterr().out.splitlines()) > 2  # both answers, and a third as it grows
+
+
+def test_who_leaves_a_stream_open_is_told_so(llm: LLM) -> None:
+    """Instead of waiting for itself; other threads wait for the stream."""
+    way, found = Params(temperature=0.0, max_tokens=20, ignore_eos=True), []  # type: ignore[var-annotated]
+    stream = llm.stream(PROMPTS[0], way)
+    next(stream)
+    with pytest.raises(RuntimeError, match="a stream of this thread is still open; accepted: to read it to its end"):
+        llm.generate("a", Params(max_tokens=1))
+    with pytest.raises(RuntimeError, match="still open"):
+        next(llm.stream("a"))
+    other = threading.Thread(target=lambda: found.extend(llm.generate(PROMPTS[0], way)))
+    other.start()
+    assert len(list(stream)) == 19
+    other.join(60)
+    assert len(found[0].outputs[0].token_ids) == 20
+    assert llm.generate("a", Params(max_tokens=1))[0].outputs[0].token_ids
