@@ -106,6 +106,19 @@ def test_a_second_patch_changes_nothing(name: str) -> None:
     assert not any(isinstance(m, FastModule) for m in model.modules())
 
 
+@pytest.mark.parametrize("name", ["v3", "llama"])
+def test_the_context_manager_undoes_what_it_did_and_no_more(name: str) -> None:
+    model = build(name)
+    fl.patch(model, include="*.0.*")
+    before, wanted = snapshot(model), logits(model)
+    with fl.patched(model) as report:
+        assert {entry.reason for entry in report.replaced} >= {"already patched", ""}
+        assert any(isinstance(module, FastModule) for module in model.model.layers[1].modules())
+    assert snapshot(model) == before and torch.equal(logits(model), wanted)
+    assert isinstance(model.model.layers[0].self_attn, FastModule)
+    assert not any(isinstance(module, FastModule) for module in model.model.layers[1].modules())
+
+
 def test_another_backend_by_name_needs_an_unpatch() -> None:
     model = build("llama")
     fl.patch(model, include="*.0.*")

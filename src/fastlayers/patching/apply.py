@@ -290,29 +290,42 @@ def unpatch(model: nn.Module) -> None:
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError("unpatch", "model", type(model).__name__, "an nn.Module")
-    model = _unwrap(model)
+    _undo(_unwrap(model))
+
+
+def _undo(model: nn.Module, kept: frozenset[int] = frozenset()) -> None:
+    """Undo what was patched; ``kept``: what stays, by :func:`_numbers`."""
     for root in _roots(model):
         driver = decode.driver_of(root)
-        if driver is not None:
+        if driver is not None and id(driver) not in kept:
             driver.detach()
         for name in _BATCHING:
-            if isinstance(root.__dict__.get(name), NoContinuousBatching):
+            found = root.__dict__.get(name)
+            if isinstance(found, NoContinuousBatching) and id(found) not in kept:
                 del root.__dict__[name]
     for module in list(model.modules()):
-        if is_patched(module):
+        if is_patched(module) and id(module) not in kept:
             unswap(module)
+
+
+def _numbers(model: nn.Module) -> frozenset[int]:
+    """Return the number of each module, driver and stand-in that is patched or ours already."""
+    found: list[Any] = [module for module in model.modules() if is_patched(module)]
+    for root in _roots(model):
+        found += [decode.driver_of(root), *(root.__dict__.get(name) for name in _BATCHING)]
+    return frozenset(id(each) for each in found if each is not None)
 
 
 @contextmanager
 def patched(model: nn.Module, **options: Any) -> Iterator[PatchReport]:
-    """Patch ``model`` inside a ``with`` block; a model that was patched before stays patched after it.
+    """Patch ``model`` inside a ``with`` block; what was patched before stays patched after it, and nothing else.
 
     Takes the arguments of :func:`patch` and gives its report.
     """
-    before = isinstance(model, nn.Module) and any(is_patched(module) for module in model.modules())
+    before = _numbers(_unwrap(model)) if isinstance(model, nn.Module) else frozenset()
     report = patch(model, **options)
     try:
         yield report
     finally:
-        if not before and not report.dry_run:
-            unpatch(model)
+        if not report.dry_run:
+            _undo(_unwrap(model), before)
