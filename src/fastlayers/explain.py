@@ -195,10 +195,10 @@ def explain(target: Any) -> Explanations:
         steps, target = target.report(), target.model
     if not isinstance(target, nn.Module):
         raise ArgumentError("explain", "target", repr(target), "a layer's name, a layer, or a model")
-    if (driver := target.__dict__.get("_fl_decode")) is not None:
-        steps += driver.report()
     found, lost = [], dict[Any, tuple[dict[str, str], dict[str, str]]]()
     for name, module in target.named_modules():
+        if (driver := module.__dict__.get("_fl_decode")) is not None:
+            steps += driver.report()
         num_bytes = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
         for choice in choices_of(module):
             same = (choice.layer, choice.cfg, choice.device, choice.requested, choice.evidence, choice.name)

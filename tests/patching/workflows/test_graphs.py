@@ -208,6 +208,13 @@ def test_one_thread_at_a_time_has_the_graphs(pair: tuple[Any, Any, Any], caplog:
     assert int(driver.replays) == 45, "a call that raised gave them back"
 
 
+def test_a_wrapped_model_tells_its_steps(pair: tuple[Any, Any, Any]) -> None:
+    _, fast, (driver, _) = pair
+    tokens(fast)
+    assert fl.explain(fast).steps == tuple(driver.report()) != ()
+    assert fl.explain(nn.Sequential(fast)).steps == fl.explain(torch.compile(fast)).steps == tuple(driver.report())
+
+
 def test_a_generate_of_the_instance_is_called_and_put_back() -> None:
     fast, calls = build("llama"), []
     original = fast.generate
