@@ -57,7 +57,7 @@ def bench_serve(arguments: Sequence[str]) -> int:
     config, found, shown = _measured("serve", serve.BenchConfig, serve.measured, arguments, {})
     ours = found["fastlayers"]
     if shown:
-        print(text(found, config.percentile_metrics, [float(p) for p in config.metric_percentiles]))
+        print(text(found, config.percentile_metrics, config.percentiles))
         if len(ours["runs"]) > 1:
             print(f"output tok/s of each run: {', '.join(f'{v:.1f}' for v in ours['runs'])}; the median run is shown")
         if not ours["valid"]:

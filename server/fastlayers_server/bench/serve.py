@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from fastlayers.errors import ArgumentError
 from fastlayers_server.bench import datasets
 from fastlayers_server.bench.client import Answer, Ask, Target, send
 from fastlayers_server.bench.report import TITLES, detail, figures
@@ -68,6 +69,40 @@ class BenchConfig:
     flush_cache: bool = flag(False, "empty the server's prefix cache before each run (admin key as --api-key)")
     ready_timeout: float = flag(600.0, "seconds to wait for the server")
 
+    def __post_init__(self) -> None:
+        """Refuse values that the command line's types do not tell, before a server is asked for anything."""
+        folder, file = Path(self.tokenizer), Path(self.dataset_path)
+        for name, read, accepted in (
+            ("extra_body", lambda: isinstance(self.extra, dict), "a JSON object"),
+            ("goodput", lambda: {*self.limits} <= {*TITLES} - {"itl"}, "NAME:MS of ttft, tpot, e2el"),
+            ("percentile_metrics", lambda: {*self.percentile_metrics} <= {*TITLES}, ", ".join(TITLES)),
+            ("metric_percentiles", lambda: all(0 <= each <= 100 for each in self.percentiles), "numbers from 0 to 100"),
+            ("tokenizer", lambda: not self.tokenizer or (folder / "tokenizer.json").is_file(),
+             "a folder with a tokenizer.json"),
+            ("dataset_path", lambda: self.dataset_name != "file" or file.is_file(), "a JSONL file"),
+        ):  # fmt: skip
+            try:
+                good = read()
+            except ValueError:
+                good = False
+            if not good:
+                raise ArgumentError("bench", f"--{name.replace('_', '-')}", repr(getattr(self, name)), accepted)
+
+    @property
+    def extra(self) -> Any:
+        """What every body gets besides."""
+        return json.loads(self.extra_body or "{}")
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """Milliseconds that a good request keeps, by metric."""
+        return {name: float(ms) for name, _, ms in (each.partition(":") for each in self.goodput)}
+
+    @property
+    def percentiles(self) -> list[float]:
+        """Those of :attr:`metric_percentiles`."""
+        return [float(each) for each in self.metric_percentiles]
+
     @property
     def url(self) -> str:
         """Address of the server."""
@@ -113,7 +148,7 @@ async def prepared(session: aiohttp.ClientSession, config: BenchConfig) -> tuple
     endpoint = config.endpoint or ("/v1/chat/completions" if config.chat else "/v1/completions")
     fields: dict[str, Any] = {"temperature": config.temperature}
     fields |= {"ignore_eos": True} if config.ignore_eos else {}
-    fields |= json.loads(config.extra_body) if config.extra_body else {}
+    fields |= config.extra
     target = Target(config.url + endpoint, model, config.chat, headers | {"content-type": "application/json"}, fields)
     return target, await _asks(session, config, headers)
 
@@ -197,11 +232,6 @@ async def load(
 
 async def measured(config: BenchConfig) -> dict[str, Any]:
     """Run the benchmark; return the figures of the median run, with what they depend on."""
-    percentiles = [float(p) for p in config.metric_percentiles]
-    goodput = {n: float(ms) for n, _, ms in (g.partition(":") for g in config.goodput)}
-    unknown = {*goodput, *config.percentile_metrics} - set(TITLES)
-    if unknown or "itl" in goodput:
-        raise ValueError(f"metrics {sorted(unknown) or ['itl']}; accepted: {', '.join(TITLES)} (goodput: not itl)")
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=6 * 3600)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=2**20) as session:
@@ -217,7 +247,7 @@ async def measured(config: BenchConfig) -> dict[str, Any]:
                 async with session.post(f"{config.url}/flush_cache", headers=target.headers) as flushed:
                     if flushed.status != 200:
                         raise ValueError(f"/flush_cache answers {flushed.status}: {await flushed.text()}")
-            runs.append(await _one_run(session, config, target, asks, percentiles, goodput))
+            runs.append(await _one_run(session, config, target, asks))
         about = await _about(session, config, target)
     speeds = [run["output_throughput"] for run in runs]
     chosen = sorted(runs, key=lambda run: run["output_throughput"])[(len(runs) - 1) // 2]
@@ -230,9 +260,8 @@ async def measured(config: BenchConfig) -> dict[str, Any]:
 
 
 async def _one_run(
-    session: aiohttp.ClientSession, config: BenchConfig, target: Target, asks: list[Ask],
-    percentiles: list[float], goodput: dict[str, float],
-) -> dict[str, Any]:  # fmt: skip
+    session: aiohttp.ClientSession, config: BenchConfig, target: Target, asks: list[Ask]
+) -> dict[str, Any]:
     lags, stalls = [0.0], Stalls()
 
     def late(seconds: float) -> None:
@@ -249,8 +278,8 @@ async def _one_run(
         watching.cancel()
         thaw()
     found = figures(
-        answers, duration, percentiles=percentiles, goodput=goodput, max_concurrency=config.max_concurrency,
-        request_rate=config.request_rate,
+        answers, duration, percentiles=config.percentiles, goodput=config.limits,
+        max_concurrency=config.max_concurrency, request_rate=config.request_rate,
     )  # fmt: skip
     usual = float(np.percentile(lags, 99))
     found["fastlayers"] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+import shutil
 import statistics
 import time
 from dataclasses import dataclass
@@ -78,8 +79,8 @@ async def one_start(config: StartupConfig) -> dict[str, float]:
 
 async def measured(config: StartupConfig) -> dict[str, Any]:
     """Return the medians of several starts, and every one."""
-    if not config.command:
-        raise ValueError("--command says what starts the server")
+    if shutil.which(next(iter(shlex.split(config.command)), "")) is None:
+        raise ValueError(f"--command is {config.command!r}; it says what starts the server")
     runs = [await one_start(config) for _ in range(config.iters)]
     names = {name: None for run in runs for name in run}
     medians = {name: statistics.median([run[name] for run in runs if name in run]) for name in names}

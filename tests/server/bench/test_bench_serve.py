@@ -217,6 +217,24 @@ def test_numbers_that_no_load_has_are_refused(name: str, value: str) -> None:
             command.bench_startup(["--iters", "0", "--command", "true"])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--extra-body", "[1]"], r"--extra-body is '\[1\]'; accepted: a JSON object"),
+        (["--extra-body", "{x"], "--extra-body is '{x'"),
+        (["--goodput", "ttft"], r"--goodput is \('ttft',\); accepted: NAME:MS"),
+        (["--goodput", "itl:5"], "of ttft, tpot, e2el"),
+        (["--percentile-metrics", "ttft,x"], "--percentile-metrics is .*; accepted: ttft, tpot, itl, e2el"),
+        (["--metric-percentiles", "101"], "numbers from 0 to 100"),
+        (["--tokenizer", "/none"], "--tokenizer is '/none'; accepted: a folder with a tokenizer.json"),
+        (["--dataset-name", "file", "--dataset-path", "/none"], "--dataset-path is '/none'; accepted: a JSONL file"),
+    ],
+)
+def test_values_that_cannot_be_read_are_refused_by_name(arguments: list[str], says: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^bench: {says}|^bench: .*{says}$"):
+        command.bench_serve([*arguments, "--ready-timeout", "0.1"])
+
+
 def test_a_server_that_is_not_there_is_one_sentence() -> None:
     with pytest.raises(ArgumentError, match=r"not ready after 0\.1 s: ClientConnectorError"):
         command.bench_serve(["--port", "9", "--ready-timeout", "0.1"])
@@ -249,6 +267,8 @@ def test_startup_tells_the_phases(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.bench_startup(["--command", start, "--base-url", url, "--iters", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["median_s"]
     assert found["listens"] <= found["phase weights"] < found["ready"] <= found["first token"]
+    with pytest.raises(ArgumentError, match="--command is 'no-such-thing --port 1'; it says what starts"):
+        command.bench_startup(["--command", "no-such-thing --port 1"])
     with pytest.raises(ArgumentError, match="exit code 3"):
         command.bench_startup(["--command", f"{sys.executable} -c 'raise SystemExit(3)'", "--base-url", url])
 
