@@ -7,6 +7,9 @@ import importlib
 import importlib.metadata
 import logging
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
 
 import pytest
 import torch
@@ -175,6 +178,36 @@ def test_plugins_register_and_a_broken_one_is_recorded(monkeypatch: pytest.Monke
     )
     assert RMS_NORM.choose(RMSNormConfig(8), "H200").name == "plugged"
     assert plugins_module.plugin_errors == {"bad": "RuntimeError: wrong version"}
+
+
+def test_threads_wait_for_plugins_that_are_being_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on, seen = threading.Event(), threading.Event(), []
+
+    class Entry:
+        name = "slow"
+
+        def load(self) -> object:
+            return self.register
+
+        def register(self, add: Any) -> None:
+            seen.append(registry("silu_mul").named("torch").name)  # a plug-in that looks at what there is
+            begun.set()
+            go_on.wait(10)
+            add("rms_norm", Backend("plugged", Echo))
+            add("rms_nrom", Backend("plugged", Echo))
+
+    monkeypatch.setattr(plugins_module, "_plugins_loaded", False)
+    monkeypatch.setattr(plugins_module, "plugin_errors", {})
+    monkeypatch.setattr(RMS_NORM, "ranked", list(RMS_NORM.ranked))
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [Entry()])
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(registry, "rms_norm")
+        begun.wait(10)
+        second = pool.submit(lambda: registry("rms_norm").named("plugged").name)
+        assert wait([second], 0.2).not_done and seen == ["torch"]
+        go_on.set()
+        assert second.result(10) == "plugged" and first.result(10) is RMS_NORM
+    assert "layer 'rms_nrom' is unknown; known: linear, " in plugins_module.plugin_errors["slow"]
 
 
 def test_predicates_answer_for_described_devices_everywhere() -> None:

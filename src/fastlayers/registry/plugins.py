@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+from threading import RLock
+from typing import Any
 
-from fastlayers.registry.layers import builtin_registry
+from fastlayers.errors import UnknownNameError
+from fastlayers.registry.layers import COLLECTIVES, LAYERS, builtin_registry
 
 log = logging.getLogger(__name__)
 
 plugin_errors: dict[str, str] = {}
 _plugins_loaded = False
+# Other threads wait until all are loaded; a plug-in that asks for a registry meanwhile does not.
+_lock, _within = RLock(), False
 
 
 def load_plugins() -> None:
@@ -18,15 +23,31 @@ def load_plugins() -> None:
     Each entry point is a function ``register(add)``; it calls ``add(layer, backend, before=None)``. One that
     fails is recorded in :data:`plugin_errors` (``fastlayers doctor`` shows it) and logged; the rest go on.
     """
-    global _plugins_loaded
+    global _plugins_loaded, _within
     if _plugins_loaded:
         return
-    _plugins_loaded = True
+    with _lock:
+        if _plugins_loaded or _within:
+            return
+        _within = True
+        try:
+            _load()
+        finally:
+            _plugins_loaded, _within = True, False
+
+
+def _add(layer: str, backend: Any, before: str | None = None) -> None:
+    if layer not in LAYERS and layer not in COLLECTIVES:
+        raise UnknownNameError(f"layer {layer!r} is unknown; known: {', '.join((*LAYERS, *COLLECTIVES))}")
+    builtin_registry(layer).add(backend, before=before)
+
+
+def _load() -> None:
     from importlib.metadata import entry_points
 
     for entry in entry_points(group="fastlayers.backends"):
         try:
-            entry.load()(lambda layer, backend, before=None: builtin_registry(layer).add(backend, before=before))
+            entry.load()(_add)
         except Exception as error:  # a foreign plug-in must not break the library; the reason is kept
             plugin_errors[entry.name] = f"{type(error).__name__}: {error}"
             log.warning("plug-in %s of group fastlayers.backends failed: %s", entry.name, plugin_errors[entry.name])
