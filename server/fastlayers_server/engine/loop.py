@@ -165,10 +165,8 @@ class Engine:
         """Tick until a :class:`Shutdown`; what is left then ends with "draining"."""
         threading.Thread(target=self._read, name="engine-read", daemon=True).start()
         while True:
-            if self._stop_at is not None:
-                self.scheduler.draining = True
-                if self.scheduler.idle or self.clock() >= self._stop_at:
-                    break
+            if self._stop_at is not None and (self.scheduler.idle or self.clock() >= self._stop_at):
+                break
             if self.scheduler.idle and self._pending is None and not self._inbox:
                 self._arrived.wait(STATS_SECONDS)
             self._arrived.clear()
@@ -333,7 +331,7 @@ class Engine:
         elif isinstance(message, Abort):
             scheduler.end(message.rids, now, message.finish)
         elif isinstance(message, Shutdown):
-            self._stop_at = now + message.timeout
+            self._stop_at, scheduler.draining = now + message.timeout, True
         elif isinstance(message, Grammar):
             if self.grammars is not None:
                 self.grammars.add(message.key, message.serialized)
@@ -379,7 +377,7 @@ class Engine:
             except RuntimeError as error:
                 value, ok = str(error), False
         elif what in ("drain", "resume"):
-            self.scheduler.draining = what == "drain"
+            self.scheduler.draining = what == "drain" or self._stop_at is not None
         else:
             value, ok = f"{what!r} is not one of {', '.join(CONTROLS)}", False
         return Reply(self.epoch, message.id, ok, value)

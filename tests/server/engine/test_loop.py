@@ -12,7 +12,7 @@ import pytest
 
 from fastlayers_server.engine.config import SchedulerConfig
 from fastlayers_server.engine.loop import Engine
-from fastlayers_server.engine.protocol import Abort, Control, FromEngine, Sampling, StepOut, Submit, pack_ids
+from fastlayers_server.engine.protocol import Abort, Control, FromEngine, Sampling, Shutdown, StepOut, Submit, pack_ids
 from fastlayers_server.engine.request import Request, TickPlan, TickResult
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -128,3 +128,18 @@ def season(seed: int, ticks: int = 120) -> int:
 @pytest.mark.parametrize("part", range(4))
 def test_whatever_a_front_says_each_request_gets_its_own_tokens_and_one_end(part: int) -> None:
     assert sum(season(100 * part + each) for each in range(30)) > 100
+
+
+def test_what_comes_behind_a_shutdown_is_refused() -> None:
+    """In the same tick, too, and whatever else is said."""
+    limits = SchedulerConfig(VOCAB, 160, 40, 16, (EOS,), features=())
+    world = Looped(limits, random.Random(0), overlap=True)
+    first = world.submit([5, 6], 30, ignore_eos=True)
+    world.tick()
+    world.engine.post(Shutdown(60.0))
+    behind = [world.submit([5, 6], 4)]
+    world.engine.post(Control(1, "resume"))
+    behind += [world.submit([5, 6], 4)]
+    world.run()
+    assert world.told[first].finish == "length"
+    assert [world.told[rid].code for rid in behind] == ["draining"] * 2
