@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -62,8 +63,8 @@ STYLES = {
 }  # fmt: skip
 
 
-class Splitter:
-    """Cuts a stream of tokens at markers, into (marker, text) pairs of which one is empty."""
+class Splitter(ABC):
+    """Cuts a stream of tokens at markers; what is made of them and of the text between is its subclass's."""
 
     def __init__(self, tokens: TokenText, markers: Sequence[str], keep_special: bool) -> None:
         ids = {marker: tokens.id_of(marker) for marker in markers}
@@ -73,16 +74,28 @@ class Splitter:
         self._tokens = tokens
         self._held = ""
 
-    def feed(self, token: int, text: str) -> Iterator[tuple[str, str]]:
-        """Yield what the token adds."""
+    @abstractmethod
+    def _piece(self, marker: str, text: str) -> list[Delta]:
+        """Return what a marker, or a text, adds; the other one is empty."""
+
+    def feed(self, token: int, text: str) -> list[Delta]:
+        """Take a token."""
         if token in self._hidden:
             text = text.removesuffix(self._tokens.decode([token]))
         marker = self._ids.get(token, "")
-        if marker:
-            yield from self.finish(text.removesuffix(marker))
-            yield marker, ""
-            return
-        yield from self._cut(self._held + text)
+        if not marker:
+            return [d for piece in self._cut(self._held + text) for d in self._piece(*piece)]
+        return [*self._flush(text.removesuffix(marker)), *self._piece(marker, "")]
+
+    def finish(self, text: str) -> list[Delta]:
+        """Take the rest."""
+        return self._flush(text)
+
+    def _flush(self, text: str) -> list[Delta]:
+        """Take a text behind which no marker that began can end."""
+        deltas = [d for piece in self._cut(self._held + text) for d in self._piece(*piece)]
+        held, self._held = self._held, ""
+        return [*deltas, *(self._piece("", held) if held else [])]
 
     def _cut(self, text: str) -> Iterator[tuple[str, str]]:
         while found := [(at, m) for m in self._texts if (at := text.find(m)) >= 0]:
@@ -95,13 +108,6 @@ class Splitter:
         self._held = text[len(text) - keep :]
         if len(text) > keep:
             yield "", text[: len(text) - keep]
-
-    def finish(self, text: str) -> Iterator[tuple[str, str]]:
-        """Yield what is held back, and a last text."""
-        yield from self._cut(self._held + text)
-        held, self._held = self._held, ""
-        if held:
-            yield "", held
 
 
 class Call:
@@ -172,7 +178,7 @@ def thinks(tokens: TokenText, prompt: Sequence[int]) -> bool:
     return tokens.decode(prompt[-16:]).rstrip().endswith(THINK)
 
 
-class Marked:
+class Marked(Splitter):
     """Reasoning between <think> and </think>, and calls between the markers of a style.
 
     Parameters
@@ -191,7 +197,7 @@ class Marked:
         markers = [THINK, UNTHINK] * reasoning
         if style is not None:
             markers += [style.begin, style.end, *style.wrappers]
-        self._splitter = Splitter(tokens, markers, keep_special)
+        super().__init__(tokens, markers, keep_special)
         self._style = style
         self._header = re.compile(style.header) if style else re.compile("")
         self._thinking = reasoning and thinks(tokens, prompt)
@@ -205,14 +211,9 @@ class Marked:
         """Of what the text is that comes now."""
         return "tool" if self._call is not None else "reasoning" if self._thinking else "content"
 
-    def feed(self, token: int, text: str) -> list[Delta]:
-        """Take a token."""
-        return [d for marker, piece in self._splitter.feed(token, text) for d in self._piece(marker, piece)]
-
     def finish(self, text: str) -> list[Delta]:
         """Take the rest."""
-        deltas = [d for marker, piece in self._splitter.finish(text) for d in self._piece(marker, piece)]
-        return [*deltas, *self._close("")]
+        return [*super().finish(text), *self._close("")]
 
     def _piece(self, marker: str, text: str) -> list[Delta]:
         style = self._style
@@ -252,13 +253,13 @@ class Marked:
         return deltas
 
 
-class Harmony:
+class Harmony(Splitter):
     """The channels of gpt-oss: analysis is reasoning, final is content, what has a recipient is a call."""
 
     MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 
     def __init__(self, tokens: TokenText, prompt: Sequence[int], keep_special: bool = False) -> None:
-        self._splitter = Splitter(tokens, self.MARKERS, keep_special)
+        super().__init__(tokens, self.MARKERS, keep_special)
         # A prompt that ends within a message is continued there.
         tail = tokens.decode(prompt[-256:])
         self._header: str | None = (
@@ -273,13 +274,9 @@ class Harmony:
         """Of what the text is that comes now."""
         return self._kind if self._header is None else "header"
 
-    def feed(self, token: int, text: str) -> list[Delta]:
-        """Take a token."""
-        return [d for marker, piece in self._splitter.feed(token, text) for d in self._piece(marker, piece)]
-
     def finish(self, text: str) -> list[Delta]:
         """Take the rest; a header without a message is text after all."""
-        deltas = [d for marker, piece in self._splitter.finish(text) for d in self._piece(marker, piece)]
+        deltas = super().finish(text)
         if self._header and not self._said and not deltas and "<|channel|>" not in self._header:
             deltas.append(Delta("content", self._header))
         return deltas
