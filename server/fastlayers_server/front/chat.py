@@ -32,11 +32,11 @@ async def chat(request: Request, front: Front, body: ChatRequest) -> Response:
     arrival = time.monotonic()
     info = front.link.check_ready()
     prompt = await prompt_of(front, body, info, body.tool_choice != "none")
-    job = await start(front, body, prompt, request.state.key, arrival)
+    job = await start(front, body, "chatcmpl-", prompt, request.state.key, arrival)
     return await answer(request, front, job, bool(body.stream), ChatWriter(front, body))
 
 
-async def start(front: Front, body: ChatRequest, prompt: list[int], key: bytes, arrival: float) -> Job:
+async def start(front: Front, body: ChatRequest, kind: str, prompt: list[int], key: bytes, arrival: float) -> Job:
     """Submit a conversation whose prompt is known."""
     tools = bool(body.tools) and body.tool_choice != "none"
     logprobs = (body.top_logprobs or 0) if body.logprobs else -1
@@ -45,7 +45,7 @@ async def start(front: Front, body: ChatRequest, prompt: list[int], key: bytes, 
     grammar = await constraint_of(body, front, prompt)
     names = {"prompt": "messages", "logprobs": "top_logprobs"}
     names |= {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
-    wanted = Wanted("chatcmpl", limit, logprobs, -1, grammar, parser, names)
+    wanted = Wanted(kind, limit, logprobs, -1, grammar, parser, names)
     return launch(front, body, [prompt], wanted, key, arrival)
 
 

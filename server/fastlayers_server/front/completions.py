@@ -32,7 +32,7 @@ async def completions(request: Request, front: Front, body: CompletionRequest) -
     logprobs = -1 if body.logprobs is None else body.logprobs
     asked = body.prompt_logprobs if body.prompt_logprobs is not None else logprobs if body.echo else -1
     grammar = await constraint_of(body, front)
-    wanted = Wanted("cmpl", body.max_tokens, logprobs, asked, grammar)
+    wanted = Wanted("cmpl-", body.max_tokens, logprobs, asked, grammar)
     job = launch(front, body, prompts, wanted, request.state.key, arrival)
     return await answer(request, front, job, bool(body.stream), _Writer(front, body))
 

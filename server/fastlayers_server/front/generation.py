@@ -127,7 +127,7 @@ def sibling_seed(seed: int, index: int) -> int:
 class Wanted:
     """What a route decides beside the body's common fields."""
 
-    kind: str
+    kind: str  # with which the response's id begins
     max_tokens: int | None
     logprobs: int = -1
     prompt_logprobs: int = -1
@@ -169,7 +169,7 @@ def launch(front: Front, body: Common, prompts: list[list[int]], wanted: Wanted,
         raise ApiError(409, f"request_id {body.request_id!r} is in use", "duplicate_request_id", "request_id")
     seed = secrets.randbits(63) if body.seed is None else body.seed
     sampling = [sampling_of(body, front, info, sibling_seed(seed, i)) for i in range(choices)]
-    job_id = f"{wanted.kind}-{body.request_id or secrets.token_hex(12)}"
+    job_id = f"{wanted.kind}{body.request_id or secrets.token_hex(12)}"
     job = Job(job_id, front.link, front.metrics, arrival, int(time.time()), prompts, seed=seed)
     job.key = body.request_id or job_id
     skip = body.skip_special_tokens is not False

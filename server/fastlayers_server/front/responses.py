@@ -235,7 +235,7 @@ async def responses(request: Request, front: Front, body: ResponsesRequest) -> R
     try:
         chat = as_chat(body)
         prompt = await prompt_of(front, chat, info, chat.tool_choice != "none")
-        job = await start(front, chat, prompt, request.state.key, arrival)
+        job = await start(front, chat, "resp_", prompt, request.state.key, arrival)
     except ApiError as error:
         for name, given in GIVEN.items():
             error.message = error.message.replace(name, given)
@@ -252,7 +252,6 @@ class _Writer(Writer):
         self._items: list[dict[str, Any]] = []
         self._open: tuple[str, int] | None = None
         self._number = -1
-        self._id = f"resp_{secrets.token_hex(16)}"
 
     def _response(self, job: Job, status: str) -> dict[str, Any]:
         body = self._body
@@ -268,7 +267,7 @@ class _Writer(Writer):
             }  # fmt: skip
         choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, NamedChoice) else body.tool_choice
         return {
-            "id": self._id, "object": "response", "created_at": job.created, "status": status, "model": body.model,
+            "id": job.id, "object": "response", "created_at": job.created, "status": status, "model": body.model,
             "output": self._items, "error": None, "instructions": body.instructions, "metadata": body.metadata or {},
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "max_output_tokens": body.max_output_tokens, "parallel_tool_calls": body.parallel_tool_calls is not False,

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
@@ -68,6 +69,17 @@ def test_a_stream_tells_what_the_whole_response_says(server: Server) -> None:
 def test_what_does_not_fit_is_named_as_it_was_given(server: Server) -> None:
     error = post(server, max_output_tokens=5000).json()["error"]
     assert "max_output_tokens = 5000" in error["message"] and error["code"] == "context_length_exceeded"
+
+
+def test_an_operator_ends_a_response_by_the_id_that_its_client_has(qwen: Any) -> None:  # noqa: F811
+    with on_the_wire(lambda *given: 5, tokens=qwen, vocab_size=520, open_admin=True) as wire:
+        client = openai.OpenAI(base_url=f"{wire.url}/v1", api_key="x")
+        events = iter(client.responses.create(model="tiny", input="hi", stream=True))
+        created: Any = next(events)
+        told = httpx.post(f"{wire.url}/abort", json={"ids": [created.response.id]})
+        assert told.status_code == 200 and created.response.id.startswith("resp_")
+        last: Any = list(events)[-1]
+        assert (last.type, last.code) == ("error", "aborted")
 
 
 def test_conversations_come_as_items(server: Server) -> None:
