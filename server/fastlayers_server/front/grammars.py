@@ -162,10 +162,13 @@ def _tools(body: ChatRequest, front: Front) -> dict[str, Any]:
     for name, schema in contents.items():
         begin = style.begins_with_name.replace("NAME", name)
         tags.append({"type": "tag", "begin": begin, "content": _json_of(schema), "end": style.closes})
+    once = body.parallel_tool_calls is False or isinstance(choice, NamedTool)
+    if choice in (None, "auto"):
+        return {"type": "triggered_tags", "triggers": [style.begin], "tags": tags, "stop_after_first": once}
+    # Calls and nothing else: a model that was made to call would talk on behind them.
     return {
-        "type": "triggered_tags", "triggers": [style.begin], "tags": tags,
-        "at_least_one": choice not in (None, "auto"),
-        "stop_after_first": body.parallel_tool_calls is False or isinstance(choice, NamedTool),
+        "type": "tags_with_separator", "tags": tags, "separator": style.separator, "at_least_one": True,
+        "stop_after_first": once,
     }  # fmt: skip
 
 

@@ -34,6 +34,8 @@ class Style:
         How a constrained call begins, "NAME" standing for the function's.
     closes : str
         What follows the arguments of a constrained call.
+    separator : str
+        What is between two of them.
     """
 
     begin: str
@@ -42,6 +44,7 @@ class Style:
     header: str
     begins_with_name: str
     closes: str
+    separator: str = "\n"
 
 
 _JSON_HEADER = r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]{1,64})"\s*,\s*"(?:arguments|parameters)"\s*:\s*'
@@ -58,7 +61,7 @@ STYLES = {
     ),
     "deepseek_v31": Style(
         "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _DS, r"(?P<name>[^<{\n]{1,64})<｜tool▁sep｜>",
-        "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+        "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "",
     ),
 }  # fmt: skip
 

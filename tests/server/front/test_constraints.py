@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from fastlayers_server.front.parsers import STYLES
+
 from .harness import Server, script_of, serving, tokens_of
 from .test_reasoning_and_tools import WEATHER, gpt_oss, messages, qwen  # noqa: F401
 
@@ -53,7 +55,8 @@ class Recording:
 def asked_for(fields: dict[str, Any], compiler: Compiler, chat: bool = True, **options: Any) -> Any:
     tokens = options.pop("tokens", None) or tokens_of()
     size = options.pop("vocab_size", 512)
-    with serving(script_of(tokens, "x"), tokens=tokens, features=GRAMMAR, grammars=compiler, vocab_size=size) as server:
+    options |= {"features": GRAMMAR, "grammars": compiler, "vocab_size": size}
+    with serving(script_of(tokens, "x"), tokens=tokens, **options) as server:
         recording = Recording(server)
         body = {"model": "tiny"} | ({"messages": messages()} if chat else {"prompt": "a"}) | fields
         response = server.post("/v1/chat/completions" if chat else "/v1/completions", body)
@@ -170,8 +173,11 @@ def test_calls_are_constrained_behind_the_thought(qwen: Any, choice: Any) -> Non
     told = json.loads(compiler.asked[0])
     thought, _, calls = told["format"]["elements"]
     assert told["type"] == "structural_tag" and thought["end"] == "</think>"
-    assert calls["type"] == "triggered_tags" and calls["triggers"] == ["<tool_call>"] and calls["stop_after_first"]
-    assert calls["at_least_one"] == (choice != "auto")
+    if choice == "auto":
+        assert calls["type"] == "triggered_tags" and calls["triggers"] == ["<tool_call>"]
+    else:
+        assert calls["type"] == "tags_with_separator" and calls["at_least_one"]
+    assert calls["stop_after_first"]
     assert calls["tags"][0]["content"]["json_schema"] == WEATHER["function"]["parameters"]  # type: ignore[index]
 
 
@@ -189,6 +195,31 @@ def test_every_source_that_we_make_is_one_that_xgrammar_compiles(qwen: Any) -> N
         assert response.status_code == 200, response.text
         assert json.loads(compiler.asked[0])["type"] == "structural_tag"
         xgrammar.Grammar.from_structural_tag(compiler.asked[0])
+
+
+@pytest.mark.parametrize("style", ["hermes", "deepseek_v3", "deepseek_v31"])
+def test_who_must_call_says_nothing_else(style: str) -> None:
+    import xgrammar
+
+    form = STYLES[style]
+    call = form.begins_with_name.replace("NAME", "weather") + '{"city": "a"}' + form.closes
+    compiler = Compiler()
+    fields = {"tools": [WEATHER], "tool_choice": "required"}
+    response, _ = asked_for(fields, compiler, tool_call_parser=style)
+    assert response.status_code == 200, response.text
+    info = xgrammar.TokenizerInfo([bytes([i]) for i in range(256)], stop_token_ids=[0])
+    compiled = xgrammar.GrammarCompiler(info).compile_structural_tag(compiler.asked[0])
+
+    def goes_on(text: str) -> bool:
+        matcher = xgrammar.GrammarMatcher(compiled)
+        return matcher.accept_string(text)
+
+    assert goes_on(call) and goes_on(call + form.separator + call)
+    assert not goes_on(call + "So ") and not goes_on(call + "\n\n") and not goes_on("So")
+    matcher = xgrammar.GrammarMatcher(compiled)
+    assert not matcher.accept_token(0), "no call at all"
+    matcher.accept_string(call + form.separator + call)
+    assert matcher.accept_token(0)
 
 
 THOUGHT = '<|channel|>analysis<|message|>hm {"x"}<|end|><|start|>assistant'
