@@ -144,6 +144,26 @@ def test_from_pretrained_passes_on_what_finds_the_configuration(
         fl.from_pretrained(AutoModelForCausalLM, checkpoint[1], output_loading_info=True)
 
 
+def test_the_configuration_of_a_gguf_file_is_asked_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = build("llama")
+    given: list[dict[str, Any]] = []
+
+    def config(name: Path, **options: Any) -> Any:
+        given.append(options)
+        return model.config
+
+    class Loader:
+        @staticmethod
+        def from_pretrained(name: Path, **options: Any) -> Any:
+            given.append(options)
+            return model
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", config)
+    loaded, report = fl.from_pretrained(Loader, tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    assert loaded is model and report.replaced and not report.skipped
+    assert given == [{"gguf_file": "model.gguf"}, {"gguf_file": "model.gguf", "dtype": torch.float32}]
+
+
 def test_bad_scales_are_errors_that_name_the_tensor(tmp_path: Path) -> None:
     codes, scale = quantize_block_weight(torch.randn(176, 128))
     save_file({"a.weight": codes}, tmp_path / "alone.safetensors")

@@ -27,7 +27,8 @@ _SCALES = ("_scale_inv", "_scale")
 # Of Hugging Face's from_pretrained: these name other files than the usual ones.
 _OTHER_FILES = ("variant", "gguf_file")
 _HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
-_CODE_OPTIONS = ("trust_remote_code", "code_revision")
+# What else says where a configuration is: in a repository's code, or in a GGUF file.
+_CONFIG_OPTIONS = ("trust_remote_code", "code_revision", "gguf_file")
 
 
 def from_pretrained(
@@ -83,7 +84,7 @@ def _config_of(name: str | Path, options: dict[str, Any]) -> Any:
     given = options.get("config")
     if isinstance(given, PretrainedConfig):
         return given
-    return AutoConfig.from_pretrained(given or name, **_some(options, (*_HUB_OPTIONS, *_CODE_OPTIONS)))
+    return AutoConfig.from_pretrained(given or name, **_some(options, (*_HUB_OPTIONS, *_CONFIG_OPTIONS)))
 
 
 def _dequantises(config: Any, options: dict[str, Any]) -> bool:
