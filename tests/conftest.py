@@ -35,6 +35,16 @@ def pytest_configure() -> None:
         hasten()
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep the collector off meanwhile: all that comes stays, and walking through it is a fifth of the time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip GPU tests on machines without one, however they were selected."""
     if not torch.cuda.is_available():
