@@ -207,26 +207,28 @@ def test_keys_and_values_can_be_viewed(name: str, kind: str) -> None:
 LOAD = """
 import pickle, sys
 sys.modules["fastlayers"] = None
-cache, config = pickle.load(open(sys.argv[1], "rb"))
-assert type(cache).__name__ == "DynamicCache"
-assert {type(layer).__name__ for layer in cache.layers} == {"DynamicLayer"}
-print(cache.get_seq_length(), cache.layers[1].keys.shape[2], config._attn_implementation)
+for path in sys.argv[1:]:
+    cache, config = pickle.load(open(path, "rb"))
+    assert type(cache).__name__ == "DynamicCache"
+    assert {type(layer).__name__ for layer in cache.layers} == {"DynamicLayer"}
+    print(cache.get_seq_length(), cache.layers[1].keys.shape[2], config._attn_implementation)
 """
 
 
-@pytest.mark.parametrize("name", ["v3", "llama"])
-def test_pickled_caches_and_configurations_load_without_fastlayers(name: str, tmp_path: Path) -> None:
-    model = build(name)
-    fl.patch(model)
-    cache = DynamicCache()
-    with torch.no_grad():
-        model(prompt(1, 12)["input_ids"], past_key_values=cache, use_cache=True)
-    path = tmp_path / "cache.pickle"
-    path.write_bytes(pickle.dumps((cache, model.config)))
-    done = subprocess.run([sys.executable, "-c", LOAD, str(path)], capture_output=True, text=True, timeout=300)
-    assert done.stdout.split() == ["12", "12", "sdpa"], done.stderr
-    again, _ = pickle.loads(path.read_bytes())
-    assert torch.equal(again.layers[0].keys, cache.layers[0].keys)
+def test_pickled_caches_and_configurations_load_without_fastlayers(tmp_path: Path) -> None:
+    paths = []
+    for name in ("v3", "llama"):
+        model = build(name)
+        fl.patch(model)
+        cache = DynamicCache()
+        with torch.no_grad():
+            model(prompt(1, 12)["input_ids"], past_key_values=cache, use_cache=True)
+        paths.append(tmp_path / f"{name}.pickle")
+        paths[-1].write_bytes(pickle.dumps((cache, model.config)))
+        again, _ = pickle.loads(paths[-1].read_bytes())
+        assert torch.equal(again.layers[0].keys, cache.layers[0].keys)
+    done = subprocess.run([sys.executable, "-c", LOAD, *map(str, paths)], capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines() == ["12 12 sdpa"] * 2, done.stderr
 
 
 @pytest.mark.parametrize("name", ["v3", "llama"])
