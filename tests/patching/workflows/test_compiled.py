@@ -60,8 +60,12 @@ def test_a_compiled_layer_has_one_product_of_packed_linears(name: str) -> None:
     assert linears[0] < linears[1]
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", ["qwen2", "v3"])
+# Experts and latent attention are packed by the code that packs the rest: one change of each sort is enough.
+STALE = [("qwen2", change) for change in CHANGES] + [("v3", change) for change in ("adapter", "data", "hook")]
+STALE += [pytest.param("v3", change, marks=pytest.mark.slow) for change in CHANGES if ("v3", change) not in STALE]
+
+
+@pytest.mark.parametrize(("name", "change"), STALE)
 def test_a_compiled_layer_never_runs_a_stale_product(name: str, change: str) -> None:
     model, twin = build(name).requires_grad_(False), build(name).requires_grad_(False)
     fl.patch(model)
