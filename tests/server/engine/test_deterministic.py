@@ -21,7 +21,7 @@ from fastlayers_server.engine.protocol import Abort, Sampling
 sys.path.insert(0, str(Path(__file__).parent))
 from serving import GREEDY, Bench, make_model, prompts
 
-NEW, COUNT = 44, 6
+NEW, COUNT = 32, 6
 PIECE = 16
 
 
