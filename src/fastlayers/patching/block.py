@@ -42,9 +42,8 @@ def run(block: Any, x: torch.Tensor, step: Any) -> torch.Tensor | None:
     count(router._fl_hits)
     count(experts._fl_hits)
     logits = router._fl_step_logits(rows)
-    weights, ids = router._fl_core.pick(rows.shape[0])(
-        logits, getattr(router, "e_score_correction_bias", None), step.count
-    )
+    core = router._fl_core.pick(rows.shape[0])
+    weights, ids = core(logits, router._fl_read("e_score_correction_bias"), step.count)
     # Rounded by the core already where the family's router rounds them.
     y = experts._fl_run(rows, ids, weights)
     if hasattr(block, "shared_experts"):

@@ -316,7 +316,7 @@ def weights_of(module: Any) -> MoEWeights:
     """Return the parameters as backends take them."""
     scales = getattr(module, "gate_up_proj_scale_inv", None), getattr(module, "down_proj_scale_inv", None)
     if _clamped(module):
-        biases = module.gate_up_proj_bias, module.down_proj_bias
+        biases = module.gate_up_proj_bias.contiguous(), module.down_proj_bias.contiguous()
         return MoEWeights(module.gate_up_proj.mT, module.down_proj.mT, None, None, *biases)
     return MoEWeights(module.gate_up_proj, module.down_proj, *scales)
 

@@ -432,7 +432,7 @@ class FastNormedGQA(FastGQA):
             return (None,)
         for norm in norms:
             count(norm._fl_hits)
-        return float(self.q_norm.variance_epsilon), self.q_norm.weight, self.k_norm.weight
+        return float(self.q_norm.variance_epsilon), self.q_norm.weight.contiguous(), self.k_norm.weight.contiguous()
 
     def _fl_turn_norms(self, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, ...], float] | None:
         norms: list[Any] = [self._modules["q_norm"], self._modules["k_norm"]]
@@ -446,7 +446,7 @@ class FastNormedGQA(FastGQA):
             return None
         for norm in norms:
             count(norm._fl_hits)
-        return tuple(norm._parameters["weight"] for norm in norms), float(norms[0].variance_epsilon)
+        return tuple(norm._parameters["weight"].contiguous() for norm in norms), float(norms[0].variance_epsilon)
 
     def _fl_rotated(self, both: torch.Tensor, keys: int, position: Any) -> tuple[torch.Tensor, torch.Tensor]:
         q, k = self._fl_norm(both[:, :, :-keys], both[:, :, -keys:])

@@ -39,7 +39,7 @@ class FastRMSNorm(FastModule):
             return original
         count(self._fl_hits)
         core: Any = self._fl_core.single or self._fl_core.pick(hidden_states.numel() // hidden_states.shape[-1])
-        y: torch.Tensor = core(hidden_states, self._parameters["weight"], None)[0]
+        y: torch.Tensor = core(hidden_states, self._parameters["weight"].contiguous(), None)[0]
         return y
 
     def _fl_other(self, x: torch.Tensor) -> str:
@@ -54,7 +54,7 @@ class FastRMSNorm(FastModule):
             return None
         count(self._fl_hits)
         core: Any = self._fl_core.pick(x.numel() // x.shape[-1])
-        y, total = core(x, self.weight, residual)
+        y, total = core(x, self.weight.contiguous(), residual)
         return y, total
 
 

@@ -83,8 +83,13 @@ class FastRouter(FastModule):
             weights, ids = self._fl_exact(logits)
             return logits, weights, ids
         core: Any = self._fl_core.pick(logits.shape[0])
-        weights, ids = core(logits, getattr(self, "e_score_correction_bias", None), None)
+        weights, ids = core(logits, self._fl_read("e_score_correction_bias"), None)
         return logits, weights.to(logits.dtype), ids.long()
+
+    def _fl_read(self, name: str) -> torch.Tensor | None:
+        """Return a tensor as kernels read it, if there is one of this name."""
+        held = getattr(self, name, None)
+        return None if held is None else held.contiguous()
 
     def _fl_logits(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits ``[T,E]`` in fp32."""
@@ -100,7 +105,7 @@ class FastRouter(FastModule):
         core: Any = self._fl_core.pick(x.shape[0])
         own = None
         if hasattr(core, "logits"):
-            own = core.logits(x, self.weight, getattr(self, "bias", None), self._fl_logits_dtype)
+            own = core.logits(x, self._fl_read("weight"), self._fl_read("bias"), self._fl_logits_dtype)
         return self._fl_logits(x) if own is None else own
 
 

@@ -15,7 +15,7 @@ import fastlayers as fl
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from test_contracts import all_packed, close, logits
-from tiny import build
+from tiny import build, prompt
 
 FAMILIES = ["v3", "qwen2_moe", "gpt_oss", "llama"]
 
@@ -214,3 +214,24 @@ def test_pruned_experts(name: str, weight: str) -> None:
     for m in (model, twin):
         prune.remove(m.model.layers[1].mlp.experts, weight)
     assert close(logits(model), wanted) and report.hits()["model.layers.1.mlp.experts"] > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "v3"])
+def test_weights_that_are_strided_in_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels read what they are given as if it lay without gaps: they are not given this."""
+    monkeypatch.setenv("FASTLAYERS_BACKEND", "rms_norm=triton,router=triton")
+    model = build(name, num_hidden_layers=2)
+    wide: set[str] = set()
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for key, value in tensors.items():
+                if value is not None and value.dim() == 1 and value.is_floating_point() and key != "inv_freq":
+                    apart = torch.stack([value.detach(), torch.full_like(value, 7.0)], -1)[:, 0]
+                    tensors[key] = nn.Parameter(apart) if tensors is module._parameters else apart
+                    wide.add(key)
+    assert "weight" in wide
+    ids = prompt(2, 9)
+    with torch.inference_mode():
+        wanted, report = model(**ids).logits, fl.patch(model)
+        assert torch.allclose(model(**ids).logits, wanted, atol=1e-4)
+    assert sum(report.hits().values()) > 6
