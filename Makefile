@@ -19,8 +19,8 @@ SOURCE ?=
 BIN := $(VENV)/bin
 ROOTS := src/fastlayers models/fastlayers_models server/fastlayers_server
 CPU_TESTS := not gpu and not multigpu and not slow and not realmodel and not compile
-# One thread a worker, and nothing is downloaded.
-TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# One thread a worker, and nothing is downloaded; what pytest makes of the tests' files is kept for the next run.
+TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # The tests start about a hundred processes, and each compiles what it imports where PYTHONDONTWRITEBYTECODE is set.
 BYTECODE := $(BIN)/python -m compileall -q $(ROOTS)
 SETUP := PYTHON='$(PYTHON)' TORCH='$(TORCH)' bash tools/setup_env.sh $(VENV)
