@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,20 @@ def test_sound_variants_hold_their_bounds(family: str) -> None:
     assert [v.name for v in judged if not holds(family, v.name, v.build(PATHS[family], CPU))] == []
 
 
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the family's checkpoint in FP8, which holds its bound."""
+
+    @cache
+    def converted(family: str) -> Path:
+        folder = tmp_path_factory.mktemp(family) / "fp8"
+        convert_to_fp8_block(PATHS[family], folder, include_ragged=True)
+        assert holds(family, "fp8-block", FastlayersRunner(folder, BF16, CPU))
+        return folder
+
+    return converted
+
+
 @pytest.mark.parametrize("family", FAMILIES[:2])
 @pytest.mark.parametrize(
     "fault",
@@ -103,10 +117,10 @@ def test_sound_variants_hold_their_bounds(family: str) -> None:
     ],
     ids=["attention block", "late block", "expert's block", "expert halved"],
 )  # fmt: skip
-def test_a_wrong_scale_of_fp8_weights_breaks_the_bound(family: str, fault: Edit, tmp_path: Path) -> None:
-    convert_to_fp8_block(PATHS[family], tmp_path / "fp8", include_ragged=True)
-    assert holds(family, "fp8-block", FastlayersRunner(tmp_path / "fp8", BF16, CPU))
-    wrong = edited(tmp_path / "fp8", tmp_path / "wrong", fault)
+def test_a_wrong_scale_of_fp8_weights_breaks_the_bound(
+    family: str, fault: Edit, fp8: Callable[[str], Path], tmp_path: Path
+) -> None:
+    wrong = edited(fp8(family), tmp_path / "wrong", fault)
     assert not holds(family, "fp8-block", FastlayersRunner(wrong, BF16, CPU))
 
 
