@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from world import EOS, VOCAB, World, script
 
 PAGE_SIZES = (1, 16, 64)
-SEASONS = 16  # of each part
+SEASONS = 48  # of each part
 
 
 def tokens(kind: int, length: int) -> list[int]:
@@ -192,10 +192,10 @@ def season(seed: int, ticks: int, busy: bool) -> tuple[int, int]:
 
 @pytest.mark.parametrize("part", [*range(4), *(pytest.param(part, marks=pytest.mark.slow) for part in range(4, 16))])
 def test_seasons(part: int) -> None:
-    """Long runs, where caches fill and queues grow: a third of a million steps together, more under ``-m slow``."""
+    """Long runs, where caches fill and queues grow: more than a million steps together, more under ``-m slow``."""
     seasons = [season(1000 * part + i, 400, busy=i % 3 > 0) for i in range(SEASONS)]
-    assert sum(steps for steps, _ in seasons) > 60_000
-    assert sum(mixed for _, mixed in seasons) > 150
+    assert sum(steps for steps, _ in seasons) > 250_000
+    assert sum(mixed for _, mixed in seasons) > 1000
 
 
 @pytest.mark.parametrize(("prompt", "cached"), [(70, [64, 48]), (64, [48, 32]), (17, [16, 0]), (16, [0, 0])])
