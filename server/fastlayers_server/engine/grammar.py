@@ -185,17 +185,22 @@ class GrammarMasks:
                 self._info = self._info()
             return self._info
 
-    def add(self, key: str, serialized: str) -> None:
-        """Keep a compiled grammar; one that cannot be read is not known, and its requests are told so."""
+    def add(self, key: str, serialized: str) -> list[str]:
+        """Keep a compiled grammar, and return the keys of those forgotten for it.
+
+        One that cannot be read is not known, and its requests are told so.
+        """
         info = self.read()
         from xgrammar import CompiledGrammar
 
         try:
             self._grammars[key] = CompiledGrammar.deserialize_json(serialized, info)
         except (RuntimeError, ValueError):
-            return
+            return []
+        forgotten = []
         while len(self._grammars) > 1 and sum(g.memory_size_bytes for g in self._grammars.values()) > self._cache_bytes:
-            self._grammars.popitem(last=False)
+            forgotten.append(self._grammars.popitem(last=False)[0])
+        return forgotten
 
     def known(self, key: str) -> bool:
         """Whether a request may name this grammar."""

@@ -29,6 +29,7 @@ from fastlayers_server.engine.protocol import (
     Abort,
     Control,
     EngineInfo,
+    Forgotten,
     FromEngine,
     Grammar,
     Output,
@@ -333,8 +334,9 @@ class Engine:
         elif isinstance(message, Shutdown):
             self._stop_at, scheduler.draining = now + message.timeout, True
         elif isinstance(message, Grammar):
-            if self.grammars is not None:
-                self.grammars.add(message.key, message.serialized)
+            forgotten = self.grammars.add(message.key, message.serialized) if self.grammars is not None else ()
+            if forgotten:
+                self.deliver(Forgotten(self.epoch, tuple(forgotten)))
         else:
             self.deliver(self._control(message))
 

@@ -295,6 +295,13 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
     startup_seconds: dict[str, float] = {}
 
 
+class Forgotten(msgspec.Struct, frozen=True, tag="forgotten"):
+    """Keys of grammars that the engine has no room for any more: who names one brings it again before."""
+
+    epoch: int
+    keys: tuple[str, ...]
+
+
 class Died(msgspec.Struct, frozen=True, tag="died"):
     """The engine of this epoch is gone. Its live requests were given outputs before this."""
 
@@ -304,7 +311,7 @@ class Died(msgspec.Struct, frozen=True, tag="died"):
 
 
 ToEngine = Submit | Abort | Grammar | Control | Shutdown
-FromEngine = StepOut | Stats | Reply | Beat | EngineInfo | Died
+FromEngine = StepOut | Stats | Reply | Beat | EngineInfo | Forgotten | Died
 to_engine = msgspec.msgpack.Decoder(ToEngine)
 from_engine = msgspec.msgpack.Decoder(FromEngine)
 encode = msgspec.msgpack.Encoder().encode

@@ -16,6 +16,7 @@ from fastlayers_server.engine.protocol import (
     Control,
     Died,
     EngineInfo,
+    Forgotten,
     FromEngine,
     Grammar,
     Output,
@@ -192,6 +193,8 @@ class Link:
             self.info, self._beat, self.was_ready = message, None, True
             self.grammar_keys.clear()
             self.started.set()
+        elif isinstance(message, Forgotten):
+            self.grammar_keys.difference_update(message.keys)
         elif isinstance(message, Died):
             self._died(message)
 

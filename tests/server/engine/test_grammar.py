@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fastlayers_server.engine.grammar import GrammarMasks, GrammarWorker, tokenizer_info
-from fastlayers_server.engine.protocol import EngineInfo, Grammar, Sampling
+from fastlayers_server.engine.protocol import EngineInfo, Forgotten, Grammar, Sampling
 
 sys.path.insert(0, str(Path(__file__).parent))
 from serving import TINY, Bench, make_model, mixed_steps, plain, prompts
@@ -140,6 +140,19 @@ def test_what_is_wrong_ends_that_request_alone(model: Any, grammars: Any) -> Non
     assert [served.last(rid).code for rid in (unknown, both)] == ["invalid_grammar", "invalid_prompt"]
     assert served.last(good).finish == "stop"
     assert not served.engine.grammars.known("broken")  # type: ignore[union-attr]
+
+
+def test_grammars_that_are_forgotten_are_told(model: Any, grammars: Any) -> None:
+    """Otherwise a front believes them there, and the next request that names one is refused."""
+    served, told = bench(model, False), []
+    masks: Any = served.engine.grammars
+    masks._cache_bytes = 1  # the last one stays
+    served.engine.deliver = told.append
+    for name in ("choice", "schema", "choice"):
+        served.engine.post(Grammar(name, grammars[0][name]))
+    served.engine.tick()
+    assert [each.keys for each in told if isinstance(each, Forgotten)] == [("choice",), ("schema",)]
+    assert masks.known("choice") and not masks.known("schema")
 
 
 @pytest.mark.parametrize("burns", [False, True])

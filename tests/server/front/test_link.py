@@ -6,7 +6,17 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from fastlayers_server.engine.protocol import Died, FromEngine, Output, Sampling, StepOut, Submit
+from fastlayers_server.engine.protocol import (
+    Died,
+    EngineInfo,
+    Forgotten,
+    FromEngine,
+    Grammar,
+    Output,
+    Sampling,
+    StepOut,
+    Submit,
+)
 from fastlayers_server.front.link import AT_ONCE, Link
 
 ROWS = 5 * AT_ONCE + 3
@@ -24,7 +34,7 @@ class Client:
         """Nobody computes it."""
 
     def send(self, message: Any) -> None:
-        """Nobody listens."""
+        self.sent = [*getattr(self, "sent", []), message]
 
 
 def told(act: Callable[[Client, list[int]], Coroutine[Any, Any, None]]) -> dict[int, list[Output]]:
@@ -86,3 +96,20 @@ def test_what_an_engine_said_is_told_before_its_death() -> None:
 
     for outputs in told(act).values():
         assert [(output.ids, output.code) for output in outputs] == [((7,), ""), ((), "engine_restarting")]
+
+
+def test_a_grammar_is_brought_again_when_the_engine_forgot_it() -> None:
+    async def run() -> list[Any]:
+        client: Any = Client()
+        link = Link(client)
+        link.start(asyncio.get_running_loop())
+        for message in (None, None, Forgotten(1, ("a", "c")), None, EngineInfo(1, 512, 64, (1,), 16, 9, 4, 8, 20, ())):
+            if message is not None:
+                client.deliver(message)
+                await asyncio.sleep(0.01)
+            link.grammar("a", "of a")
+            link.grammar("b", "of b")
+        return list(client.sent)
+
+    a, b = Grammar("a", "of a"), Grammar("b", "of b")
+    assert asyncio.run(run()) == [a, b, a, a, b]
