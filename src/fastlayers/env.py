@@ -26,17 +26,18 @@ BACKEND, DISABLE, DEBUG, TUNED_DIR, CACHE_DIR = (
 KNOWN = (BACKEND, DISABLE, DEBUG, TUNED_DIR, CACHE_DIR)
 
 
-def unknown_variables() -> tuple[str, ...]:
+def unknown_variables(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """Return the variables that begin like ours and are none of :data:`KNOWN`: most likely misspelt."""
-    return tuple(sorted(name for name in os.environ if name.startswith("FASTLAYERS_") and name not in KNOWN))
+    given = os.environ if environ is None else environ
+    return tuple(sorted(name for name in given if name.startswith("FASTLAYERS_") and name not in KNOWN))
 
 
-def backend_text() -> str:
+def backend_text(environ: Mapping[str, str] | None = None) -> str:
     """Return ``FASTLAYERS_BACKEND`` as it is written."""
-    return os.environ.get(BACKEND, "")
+    return (os.environ if environ is None else environ).get(BACKEND, "")
 
 
-def backend_overrides() -> dict[str, str]:
+def backend_overrides(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return ``{layer: backend}`` from ``FASTLAYERS_BACKEND``.
 
     The grammar is checked here; whether the names exist is checked by the registry.
@@ -46,7 +47,7 @@ def backend_overrides() -> dict[str, str]:
     EnvironmentVariableError
         An entry is not ``layer=backend``, or a layer is named twice.
     """
-    text = backend_text()
+    text = backend_text(environ)
     overrides: dict[str, str] = {}
     for entry in filter(None, (part.strip() for part in text.split(","))):
         layer, separator, backend = (piece.strip() for piece in entry.partition("="))
@@ -58,15 +59,15 @@ def backend_overrides() -> dict[str, str]:
     return overrides
 
 
-def disabled_packages() -> frozenset[str]:
+def disabled_packages(environ: Mapping[str, str] | None = None) -> frozenset[str]:
     """Return the import names that ``FASTLAYERS_DISABLE`` tells us to treat as absent."""
-    text = os.environ.get(DISABLE, "")
+    text = (os.environ if environ is None else environ).get(DISABLE, "")
     return frozenset(filter(None, (part.strip() for part in text.split(","))))
 
 
-def debug() -> bool:
+def debug(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether ``FASTLAYERS_DEBUG`` asks for checks of data (not only of shapes)."""
-    text = os.environ.get(DEBUG, "0").strip().lower()
+    text = (os.environ if environ is None else environ).get(DEBUG, "0").strip().lower()
     if text in ("1", "true", "on", "yes"):
         return True
     if text in ("", "0", "false", "off", "no"):
@@ -74,19 +75,19 @@ def debug() -> bool:
     raise EnvironmentVariableError(f"{DEBUG}: {text!r} is not one of 1, true, on, yes, 0, false, off, no")
 
 
-def tuned_dir() -> str | None:
+def tuned_dir(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the extra directory with tuned tables, or ``None``."""
-    return os.environ.get(TUNED_DIR) or None
+    return (os.environ if environ is None else environ).get(TUNED_DIR) or None
 
 
-def cache_dir() -> str | None:
+def cache_dir(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the directory for compiled kernels, or ``None``."""
-    return os.environ.get(CACHE_DIR) or None
+    return (os.environ if environ is None else environ).get(CACHE_DIR) or None
 
 
-def package_variable(variable: str) -> str | None:
+def package_variable(variable: str, environ: Mapping[str, str] | None = None) -> str | None:
     """Return a variable of a kernel package or of CUDA (``TRITON_CACHE_DIR``, ``CUDA_HOME``), or ``None``."""
-    return os.environ.get(variable) or None
+    return (os.environ if environ is None else environ).get(variable) or None
 
 
 def set_kernel_directories(directories: Mapping[str, str]) -> None:
@@ -102,7 +103,7 @@ def disable_multicast() -> None:
         os.environ.setdefault(name, value)
 
 
-def torchrun_rank() -> tuple[int, int, int] | None:
+def torchrun_rank(environ: Mapping[str, str] | None = None) -> tuple[int, int, int] | None:
     """Return ``(rank, processes, rank on this host)`` as torchrun gives them, or ``None``.
 
     Raises
@@ -110,8 +111,9 @@ def torchrun_rank() -> tuple[int, int, int] | None:
     EnvironmentVariableError
         One of the three is no number, or only some are set.
     """
+    given = os.environ if environ is None else environ
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    found = [os.environ.get(name) for name in names]
+    found = [given.get(name) for name in names]
     if found[0] is None or found[1] is None:
         return None
     try:
@@ -122,6 +124,6 @@ def torchrun_rank() -> tuple[int, int, int] | None:
     return rank, world, local
 
 
-def triton_interpret() -> bool:
+def triton_interpret(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether Triton runs its kernels in its interpreter (Triton's own ``TRITON_INTERPRET``)."""
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
+    return (os.environ if environ is None else environ).get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")

@@ -31,16 +31,11 @@ def test_one_process_needs_nothing() -> None:
         Ranks(tp=2).join("cpu")
 
 
-def test_what_torchrun_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    assert env.torchrun_rank() is None
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("WORLD_SIZE", "4")
+def test_what_torchrun_sets() -> None:
+    assert env.torchrun_rank({}) is None
+    assert env.torchrun_rank({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == (3, 4, 1)
     with pytest.raises(EnvironmentVariableError, match="LOCAL_RANK=None"):
-        env.torchrun_rank()
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert env.torchrun_rank() == (3, 4, 1)
+        env.torchrun_rank({"RANK": "3", "WORLD_SIZE": "4"})
 
 
 def join(rank: Rank) -> tuple[tuple[int, ...], ...]:
