@@ -14,14 +14,22 @@ class _OtherPairing(TorchRotaryKVWrite):
         super().__init__(replace(cfg, interleaved_in=not cfg.interleaved_in))
 
 
-class _OtherDirection(TorchRotaryKVWrite):
-    def _turn(self, x, c, s):  # type: ignore[no-untyped-def]
-        return super()._turn(x, c, -s)
+class _Turning(TorchRotaryKVWrite):
+    """Turns by :meth:`turn`, which a mutant replaces."""
+
+    def __init__(self, cfg):  # type: ignore[no-untyped-def]
+        super().__init__(cfg)
+        self.right, self.rotary.rotate = self.rotary.rotate, self.turn  # type: ignore[method-assign]
 
 
-class _KeysNotTurned(TorchRotaryKVWrite):
-    def _turn(self, x, c, s):  # type: ignore[no-untyped-def]
-        return super()._turn(x, c, s) if x.shape[1] == self.cfg.num_heads else x
+class _OtherDirection(_Turning):
+    def turn(self, x, c, s):  # type: ignore[no-untyped-def]
+        return self.right(x, c, -s)
+
+
+class _KeysNotTurned(_Turning):
+    def turn(self, x, c, s):  # type: ignore[no-untyped-def]
+        return self.right(x, c, s) if x.shape[1] == self.cfg.num_heads else x
 
 
 class _StalePositions(TorchRotaryKVWrite):
@@ -70,9 +78,9 @@ class _OutIsContiguous(TorchRotaryKVWrite):
         return q
 
 
-class _TurnedInModelDtype(TorchRotaryKVWrite):
-    def _turn(self, x, c, s):  # type: ignore[no-untyped-def]
-        return super()._turn(x, c.to(torch.bfloat16).float(), s.to(torch.bfloat16).float())
+class _TurnedInModelDtype(_Turning):
+    def turn(self, x, c, s):  # type: ignore[no-untyped-def]
+        return self.right(x, c.to(torch.bfloat16).float(), s.to(torch.bfloat16).float())
 
 
 MUTANTS = {
