@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
+
+from fastlayers.patching.classes import FastModule
 from fastlayers.patching.decoder import decoder_of
 from fastlayers.patching.gqa import FastGQA
 from fastlayers.patching.matching import foreign_hooks
@@ -14,6 +17,20 @@ from fastlayers.patching.mla import FastMLA
 def attention_layers(root: Any) -> list[Any]:
     """Return the attention layers of a model's decoder, ``None`` for those without; none of what is no decoder."""
     return [getattr(layer, "self_attn", None) for layer in getattr(decoder_of(root), "layers", ())]
+
+
+def every_module(root: nn.Module) -> list[nn.Module]:
+    """Return a module and all below it, each once, breadth first.
+
+    ``nn.Module.modules`` resumes a generator a level for each of them: milliseconds for a large model, here tenths.
+    """
+    found = {root: None}
+    for module in (queue := [root]):  # grows meanwhile
+        for child in module._modules.values():
+            if child is not None and child not in found:
+                found[child] = None
+                queue.append(child)
+    return queue
 
 
 def why_not_root(root: Any) -> str:
@@ -32,16 +49,41 @@ def why_not_root(root: Any) -> str:
             return f"attention of layer {index}: {why}"
     if not layers:
         return f"{type(root).__name__} has no decoder layers"
-    for name, module in root.named_modules():
+    modules = every_module(root)
+    for module in modules:
         if foreign_hooks(module):
-            return f"a hook is registered on {name or 'the model'}, which a replay would not call"
+            return f"a hook is registered on {_name(root, module) or 'the model'}, which a replay would not call"
         if "base_layer" in module._modules:
-            return f"{name} is an adapter, which may be switched between calls"
+            return f"{_name(root, module)} is an adapter, which may be switched between calls"
     if why := why_not_rotary(getattr(decoder_of(root), "rotary_emb", None), layers):
         return why
-    if len({p.device for p in root.parameters()}) != 1:
+    if len({held.device for module in modules for held in module._parameters.values() if held is not None}) != 1:
         return "its weights are on several devices"
     return ""
+
+
+def _name(root: nn.Module, module: nn.Module) -> str:
+    return next(name for name, each in root.named_modules() if each is module)
+
+
+def fingerprint(root: Any) -> tuple[Any, ...]:
+    """Return what a graph holds addresses of, or what its launches were chosen by."""
+    modules = every_module(root)
+    places = [
+        held.data_ptr()
+        for module in modules
+        for table in (module._parameters, module._buffers)
+        for held in table.values()
+        if held is not None
+    ]
+    # What a module's guard found is captured with it: the original's code, or ours.
+    guards = [module._fl_guard.why(module) for module in modules if isinstance(module, FastModule)]
+    edits = [layer._fl_edits() for layer in attention_layers(root) if isinstance(layer, FastMLA)]
+    # By number: to hold code that somebody put on a module might keep the model.
+    kinds = [type(module) for module in modules]
+    code = [id(kind.forward) for kind in dict.fromkeys(kinds)]
+    code += [id(own) for module in modules for own in (type(module), module.__dict__.get("forward"))]
+    return root.config._attn_implementation, root.dtype, guards, edits, code, places
 
 
 def why_not_rotary(rotary: Any, layers: Sequence[Any]) -> str:

@@ -27,8 +27,8 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fastlayers.errors import ArgumentError, NoBackendError
-from fastlayers.patching.capturable import attention_layers, why_not_root
-from fastlayers.patching.classes import RECORDED, FastModule, swap, unswap
+from fastlayers.patching.capturable import attention_layers, fingerprint, why_not_root
+from fastlayers.patching.classes import RECORDED, swap, unswap
 from fastlayers.patching.comparison import recorded
 from fastlayers.patching.decoder import FastDecoderLayer, decoder_of, fusible
 from fastlayers.patching.mla import FastMLA
@@ -197,7 +197,7 @@ class DecodeDriver(CapturedSteps):
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
         layers = attention_layers(self.root)
-        weights = self._fingerprint()
+        weights = fingerprint(self.root)
         if weights != self._weights:
             self.clear()
             # The next ones may be on another device.
@@ -237,16 +237,6 @@ class DecodeDriver(CapturedSteps):
         if self._make_graphs is CudaGraphs and self.root.device.type != "cuda":
             return f"the model is on {self.root.device}"
         return why_not_root(self.root)
-
-    def _fingerprint(self) -> tuple[Any, ...]:
-        """Return what a graph holds addresses of, or what its launches were chosen by."""
-        places = (tensor.data_ptr() for tensor in (*self.root.parameters(), *self.root.buffers()))
-        # What a module's guard found is captured with it: the original's code, or ours.
-        guards = (module._fl_guard.why(module) for module in self.root.modules() if isinstance(module, FastModule))
-        edits = (layer._fl_edits() for layer in attention_layers(self.root) if isinstance(layer, FastMLA))
-        # By number: to hold code that somebody put on a module might keep the model.
-        code = (id(f) for m in self.root.modules() for f in (type(m).forward, m.__dict__.get("forward")))
-        return self.root.config._attn_implementation, self.root.dtype, *guards, *edits, *code, *places
 
     def own_valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
         """Return whether :meth:`own_get_compiled_call` gives the callable of decode steps."""
