@@ -155,6 +155,7 @@ def _suites() -> Iterator[Part]:
     # Only files that have such tests: others import what a machine with a GPU may not have.
     files = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "tests").rglob("test_*.py"))]
     files = [file for file in files if re.search(r"\bmark\.gpu\b", (ROOT / file).read_text())]
+    files.sort(key=lambda file: "warmup" not in file)  # what compiles most begins first
     parity = "tests/test_parity.py"
     for name, paths, took in (
         ("gpu_suite", " ".join(file for file in files if file != parity), 150), ("gpu_parity", parity, 360)
