@@ -73,10 +73,13 @@ def alone(samples: Sequence[Sample], option: Option, tokens: int) -> float:
     return math.exp((1 - part) * math.log(best(low)) + part * math.log(best(high)))
 
 
-def in_steps(samples: Iterable[Sample], steps: Steps, names: Collection[str]) -> list[Sample]:
+def in_steps(
+    samples: Iterable[Sample], steps: Steps, names: Collection[str], offered: Collection[str] = ()
+) -> list[Sample]:
     """Return the samples of backends with these names, those of whole steps in place of calls alone.
 
-    Other backends' stay, and so do all at a count where none of ``names`` was timed in steps.
+    Other backends' stay, and so do all at a count where none of ``names`` was timed in steps. Those that are always
+    ``offered`` to steps and have no figure of the last ones there were given up on the way: they do not count there.
     """
     timed = calls = [sample for sample in samples if sample.option.backend in names]
     for tokens, told in steps.items():
@@ -85,7 +88,7 @@ def in_steps(samples: Iterable[Sample], steps: Steps, names: Collection[str]) ->
             continue
         chosen = min(here, key=lambda option: here[option])
         usual = alone(calls, chosen, tokens)
-        backends = {option.backend for option in here}
+        backends = {option.backend for option in here} | set(offered)
         timed = [s for s in timed if s.tokens != tokens or s.option.backend not in backends]
         # The fastest counts as its call alone: a search that was cut leaves some that are faster than what it chose.
         timed += [Sample(tokens, o, usual + more - here[chosen], 0.0) for o, more in here.items()]

@@ -154,9 +154,11 @@ def summary(path: Path) -> dict[str, Any]:
     for each in left:
         print(f"not applied: {each}")
 
+    offered = [row.name for row in rows if not removable_packages(row)]
+
     def choose(names: frozenset[str]) -> list[Step] | None:
         try:
-            return choose_ladder(in_steps(samples, steps, names), layouts, rank)
+            return choose_ladder(in_steps(samples, steps, names, offered), layouts, rank)
         except TuneError:
             return None
 

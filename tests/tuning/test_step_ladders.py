@@ -66,6 +66,16 @@ def test_backends_that_steps_did_not_time_keep_their_times(tool: Any) -> None:
     assert tool.in_steps(ALONE, {32: {TRITON: 0.0}}, ("torch",)) == kept
 
 
+def test_what_steps_gave_up_on_the_way_does_not_count_there(tool: Any) -> None:
+    """Alone cuBLAS is the best at 64 rows; steps were offered it, and soon left it for tiles."""
+    steps = {64: {TRITON: 0.0, TILE: 0.1}}
+    assert ladder(tool.in_steps(ALONE, steps, NAMES)) == [(32, "triton", None), (None, "torch", None)]
+    found = tool.in_steps(ALONE, steps, NAMES, ("torch", "triton"))
+    assert ladder(found) == [(None, "triton", None)]
+    # Where triton is missing, it is all there is.
+    assert tool.in_steps(ALONE, steps, ("torch",), ("torch", "triton")) == [s for s in ALONE if s.option == TORCH]
+
+
 def test_what_a_cut_search_left_as_faster_is_taken(tool: Any) -> None:
     """Others may gain by an option more than its own call takes: no time is less than nothing."""
     found = tool.in_steps(ALONE, {32: {TRITON: 0.0, TORCH: -20.0}}, NAMES)
