@@ -58,7 +58,7 @@ class AutoModel:
         *,
         dtype: torch.dtype | str = torch.bfloat16,
         device: torch.device | str | None = None,
-        families: Mapping[str, str] = FAMILIES,
+        families: Mapping[str, str | type[CausalLM]] = FAMILIES,
         parallel: ParallelSpec | Ranks | None = None,
         **options: Any,
     ) -> Any:
@@ -75,7 +75,7 @@ class AutoModel:
         device : torch device, optional
             Default: torch's.
         families : mapping
-            ``model_type`` to ``"module:class"``; ``FAMILIES | {...}`` adds one.
+            ``model_type`` to ``"module:class"``, or to the class; ``FAMILIES | {...}`` adds one.
         parallel : Ranks or ParallelSpec, optional
             How the model is split. ``Ranks(tp=2)`` meets the other processes (all of them must call this), started by
             ``torchrun --nproc-per-node 2``; each reads only its part of the weights.
@@ -95,8 +95,8 @@ class AutoModel:
             No such directory, something else than a model directory, files or tensors that do not fit, or a hub that
             cannot be reached.
         ArgumentError
-            A dtype, device or option that is not accepted, or a value in ``config.json`` that the model cannot be built
-            from.
+            A dtype, device, family or option that is not accepted, or a value in ``config.json`` that the model cannot
+            be built from.
         """
         check_kind("AutoModel", Mapping, families=families)
         check_kind("AutoModel", ParallelSpec | Ranks | None, parallel=parallel)
@@ -165,12 +165,31 @@ def check_options(family: type[CausalLM], options: Mapping[str, Any]) -> None:
         check_choice(f"{family.__name__}.from_pretrained", "option", name, tuple(sorted(known)))
 
 
-def family_of(config: Mapping[str, Any], families: Mapping[str, str] = FAMILIES, where: object = "") -> type[CausalLM]:
-    """Return the model class for a parsed ``config.json``; ``where`` is named in the error."""
+def family_of(
+    config: Mapping[str, Any], families: Mapping[str, str | type[CausalLM]] = FAMILIES, where: object = ""
+) -> type[CausalLM]:
+    """Return the model class for a parsed ``config.json``; ``where`` is named in the error.
+
+    Raises
+    ------
+    UnknownModelError
+        The ``model_type`` is not in ``families``.
+    ArgumentError
+        What stands there leads to no class of a model, with the reason.
+    """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in families:
         prefix = f"{where}: " if where else ""
         raise UnknownModelError(f"{prefix}model_type {kind!r} is unknown; known: {', '.join(sorted(families))}")
-    module, _, name = families[kind].partition(":")
-    family: type[CausalLM] = getattr(importlib.import_module(module), name)
-    return family
+    argument, given = f"families[{kind!r}]", families[kind]
+    accepted = "'module:class' of a model, as those that derive from fastlayers_models.blocks.CausalLM, or the class"
+    found: Any = given
+    if isinstance(given, str):
+        module, _, name = given.partition(":")
+        try:
+            found = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:  # what the module's own imports miss, too
+            raise ArgumentError("AutoModel", argument, f"{given!r} ({error})", accepted) from error
+    if not (isinstance(found, type) and hasattr(found, "from_pretrained")):
+        raise ArgumentError("AutoModel", argument, repr(given), accepted)
+    return found

@@ -210,7 +210,7 @@ class Generator:
 
         Parameters
         ----------
-        prompts : sequence of sequences of int, or Tensor ``[prompts, tokens]``
+        prompts : sequence of sequences of int, or Tensor or array ``[prompts, tokens]``
             Token ids; at least one each.
         params : SamplingParams or one per prompt
             Default: greedy.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from operator import index as as_index
 from typing import Any
 
+import numpy as np
 import torch
 
 from fastlayers.errors import ArgumentError, describe
@@ -57,11 +58,16 @@ def stop_ids(eos_ids: Any) -> set[int]:
 
 
 def _listed(values: Any) -> Any:
-    return values.tolist() if isinstance(values, torch.Tensor) and not values.is_meta else values
+    """Return tensors and arrays as lists of Python's numbers, and anything else as it is."""
+    known = isinstance(values, np.ndarray) or (isinstance(values, torch.Tensor) and not values.is_meta)
+    return values.tolist() if known else values
 
 
 def prompts_of(prompts: Any) -> list[Sequence[int]]:
-    """Return the prompts as rows of token ids, or raise :class:`ArgumentError`; a tensor may stand for either."""
+    """Return the prompts as rows of token ids, or raise :class:`ArgumentError`.
+
+    A tensor or an array may stand for either, and NumPy's integers for ids: so they come out of a data set.
+    """
     rows = _listed(prompts)
     accepted = "a sequence of prompts, each a sequence of token ids, as in [[1, 2, 3]]"
     if not isinstance(rows, Sequence) or isinstance(rows, str | bytes):
@@ -70,7 +76,14 @@ def prompts_of(prompts: Any) -> list[Sequence[int]]:
     for index, row in enumerate(each):
         if not isinstance(row, Sequence) or isinstance(row, str | bytes):
             raise ArgumentError("Generator", f"prompts[{index}]", repr(row)[:80], accepted)
-    return each
+    return [_plain(row) for row in each]
+
+
+def _plain(row: Sequence[Any]) -> Sequence[Any]:
+    """Return a row of ids with Python's integers for NumPy's."""
+    if not any(issubclass(kind, np.integer) for kind in set(map(type, row))):
+        return row
+    return [int(each) if isinstance(each, np.integer) else each for each in row]
 
 
 def wrong_ids(prompt: Sequence[Any], vocab: int) -> list[Any]:

@@ -16,6 +16,7 @@ import fastlayers_models
 from fastlayers.errors import ArgumentError, CheckpointError, UnknownModelError
 from fastlayers_models.auto import FAMILIES, AutoModel, family_of, find
 from fastlayers_models.blocks import CausalLM
+from fastlayers_models.llama import LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
 from checkpoint_tools import SHIPPED, rewrite
@@ -47,6 +48,27 @@ def test_options_reach_the_model(llama: Path) -> None:
     assert model.page_size == 32 and model.kv_dtype == torch.float32
     assert AutoModel.from_pretrained(llama).lm_head.weight.dtype == torch.bfloat16
     assert type(AutoModel.from_pretrained(SHIPPED, load_mtp=False)).__name__ == "DeepseekForCausalLM"
+
+
+def test_a_family_of_ones_own_is_a_name_or_the_class(llama: Path) -> None:
+    for own in ("fastlayers_models.llama:LlamaForCausalLM", LlamaForCausalLM):
+        assert type(AutoModel.from_pretrained(llama, families={"llama": own})) is LlamaForCausalLM
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("nowhere_at_all:Model", r"'nowhere_at_all:Model' \(No module named 'nowhere_at_all'\)"),
+        ("fastlayers_models.llama", r"'fastlayers_models.llama' \(.*no attribute ''\)"),
+        ("fastlayers_models.llama:Nope", r"'fastlayers_models.llama:Nope' \(.*no attribute 'Nope'\)"),
+        ("fastlayers_models.llama:LlamaConfig", "'fastlayers_models.llama:LlamaConfig'"),
+        ("", r"'' \(Empty module name\)"),
+        (3, "3"),
+    ],
+)
+def test_what_leads_to_no_family_is_named(llama: Path, given: Any, said: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"AutoModel: families\['llama'\] is {said}; accepted: 'module:class'"):
+        AutoModel.from_pretrained(llama, families={"llama": given})
 
 
 @pytest.mark.parametrize("kind", ["mamba", None, ["llama"]])

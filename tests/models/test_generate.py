@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Barrier, Thread
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -477,5 +478,11 @@ def test_a_tensor_stands_for_its_rows(model: Any) -> None:
     generator = Generator(model, max_batch=2, max_length=64)
     wanted = generator.generate([[5, 6], [7, 8]], max_new_tokens=3, eos_ids=())
     assert generator.generate(torch.tensor([[5, 6], [7, 8]]), max_new_tokens=3, eos_ids=()) == wanted
-    mixed: Any = [torch.tensor([5, 6]), [7, 8]]
-    assert generator.generate(mixed, max_new_tokens=3, eos_ids=()) == wanted
+    rows = np.array([[5, 6], [7, 8]])
+    kinds: tuple[Any, ...] = ([torch.tensor([5, 6]), [7, 8]], rows, list(rows), [list(row) for row in rows])
+    for given in kinds:
+        assert generator.generate(given, max_new_tokens=3, eos_ids=()) == wanted
+    with pytest.raises(ArgumentError, match=r"prompts\[0\] is token id 5.0; accepted: token ids in \[0, 96\)"):
+        generator.generate(rows.astype(float), max_new_tokens=3)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"prompts\[1\] is token id 96; accepted: token ids in \[0, 96\)"):
+        generator.generate([[5], [np.int32(96)]], max_new_tokens=3)  # type: ignore[list-item]
