@@ -266,3 +266,24 @@ def test_a_bare_tensor_is_no_hidden(hook: str) -> None:
     )
     with pytest.raises(ArgumentError, match=words):
         getattr(comm, hook)(torch.zeros(2, 4), *((None,) if hook == "finish" else ()))
+
+
+@pytest.mark.parametrize("hook", ["prepare_attn", "prepare_mlp", "postprocess", "finish"])
+def test_a_count_is_no_step(hook: str) -> None:
+    norm = fl.RMSNorm(4)
+    comm = LayerCommunicator(ParallelSpec(), input_layernorm=norm, post_attention_layernorm=norm)
+    hidden = Hidden(torch.zeros(2, 4), torch.zeros(2, 4), Layout("attn_full", None, "attn_full"))
+    with pytest.raises(
+        ArgumentError, match=rf"LayerCommunicator\.{hook}: step is 2; accepted: a StepTokens of .* None"
+    ):
+        getattr(comm, hook)(hidden, *((None, 2) if hook == "finish" else (2,)))
+
+
+def test_a_hidden_state_begins_with_a_tensor_and_names_its_axes() -> None:
+    for wrong in (None, [[1.0]]):
+        with pytest.raises(ArgumentError, match=r"Hidden\.start: embedded is .*; accepted: a Tensor of torch"):
+            Hidden.start(wrong)  # type: ignore[arg-type]
+    hidden = Hidden.start(torch.zeros(2, 4))
+    for axis in ("ep", ["tp"]):
+        with pytest.raises(ArgumentError, match=r"Hidden\.partial: axis is .*; accepted: one of 'attn_tp', 'tp'"):
+            hidden.partial(hidden.tensor, axis)  # type: ignore[arg-type]

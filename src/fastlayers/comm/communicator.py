@@ -66,6 +66,10 @@ def _no_hidden(hook: str, given: object) -> NoReturn:
     raise ArgumentError(f"LayerCommunicator.{hook}", "hidden", describe(given), accepted)
 
 
+def _check_step(hook: str, step: object) -> None:
+    check_kind(f"LayerCommunicator.{hook}", StepTokens | None, step=step)
+
+
 def _check_norm(argument: str, norm: object) -> None:
     """Raise :class:`ArgumentError` unless ``norm`` can be called with a tensor and a residual."""
     call = norm.forward if isinstance(norm, nn.Module) else norm
@@ -271,6 +275,7 @@ class LayerCommunicator:
         With ``norm=None`` the sum of hidden state and residual is returned un-normalised.
         """
         layout = hidden.layout if isinstance(hidden, Hidden) else _no_hidden("finish", hidden)
+        _check_step("finish", step)
         if step is not None and step.spread and not self.ops.alone:
             return self._finish_spread(hidden, norm, step)
         pending_fits = layout.pending is None or not self.ops.many_groups
@@ -299,7 +304,11 @@ class LayerCommunicator:
     def run(self, hook: str, hidden: Hidden, step: StepTokens | None = None) -> Hidden:
         """Return what the hook of that name does."""
         given = hidden.layout if isinstance(hidden, Hidden) else _no_hidden(hook, hidden)
-        spread = step is not None and step.spread
+        try:
+            spread = step is not None and step.spread
+        except AttributeError:
+            _check_step(hook, step)
+            raise
         hooks = self._spread_hooks if spread else self._hooks
         found = hooks.get((hook, given.place, given.pending, given.residual)) or self._find(hook, given, spread)
         if not self.trusted and (step is not None or self.ops.many_groups):

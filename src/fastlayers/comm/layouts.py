@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from fastlayers.errors import check_choice
+from fastlayers.errors import check_choice, check_kind
 
 Norm = Callable[..., Any]
 PLACES = ("scattered", "attn_full", "full")
@@ -96,11 +96,18 @@ class Hidden:
 
         ``pending="attn_tp"`` if the embedding is sharded over the vocabulary and not yet summed.
         """
+        if not isinstance(embedded, torch.Tensor):
+            check_kind("Hidden.start", torch.Tensor, embedded=embedded)
         return Hidden(embedded, None, Layout("attn_full", pending))
 
     def partial(self, tensor: torch.Tensor, axis: str) -> Hidden:
         """Return this with ``tensor``, of the same rows, as partial sums over ``axis`` (a row-parallel output)."""
-        return Hidden(tensor, self.residual, _LAYOUTS[self.layout.place, axis, self.layout.residual])
+        try:
+            layout = _LAYOUTS[self.layout.place, axis, self.layout.residual]
+        except (KeyError, TypeError):
+            check_choice("Hidden.partial", "axis", axis, PENDING[1:])
+            raise
+        return Hidden(tensor, self.residual, layout)
 
     def complete(self, tensor: torch.Tensor) -> Hidden:
         """Return this with ``tensor``, of the same rows, on which no sum is due (replicated, or summed already)."""
