@@ -107,11 +107,14 @@ class CaptureError(FastlayersError, RuntimeError):
 
 
 def describe(tensor: object) -> str:
-    """Return a tensor's dtype, shape, stride and device as one short phrase (other objects: their repr)."""
+    """Return a tensor's dtype, shape, stride and device as one short phrase (other objects: their repr, cut short)."""
     import torch
 
     if not isinstance(tensor, torch.Tensor):
-        return repr(tensor)
+        text = repr(tensor)
+        if len(text) <= MOST_SHOWN:
+            return text
+        return f"{' '.join(text[: 4 * MOST_SHOWN].split())[: MOST_SHOWN - 1]}…"  # of a list of caches, say
     dtype = dtype_name(tensor.dtype)
     layout = "" if tensor.is_contiguous() else f", stride {tuple(tensor.stride())}"
     return f"{dtype}{list(tensor.shape)}{layout} on {tensor.device}"
@@ -375,6 +378,4 @@ def check_choice(layer: str, argument: str, given: object, accepted: tuple[objec
     except (ValueError, RuntimeError):  # arrays and tensors compare by element
         known = False
     if not known:
-        text = describe(given)  # of a file, say, and then of any length
-        shown = text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 1]}…"
-        raise ArgumentError(layer, argument, shown, "one of " + ", ".join(map(repr, accepted)))
+        raise ArgumentError(layer, argument, describe(given), "one of " + ", ".join(map(repr, accepted)))

@@ -296,3 +296,19 @@ def test_flags_of_functions_are_checked() -> None:
         fl.warmup(NORM, [1], progress=2)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="ParallelSpec: axis is 'x'"):
         fl.ParallelSpec().column("x")
+
+
+def test_what_is_given_is_shown_short() -> None:
+    caches = fl.kv_cache_spec(fl.Attention(**MAKERS[fl.Attention]), page_size=64).allocate(2)
+    for given in (caches * 20, torch.zeros(999).tolist()):
+        with pytest.raises(
+            ArgumentError, match=r"^BumpAllocator: capacity_bytes is .*…; accepted: a positive integer$"
+        ) as e:
+            fl.BumpAllocator(given)  # type: ignore[arg-type]
+        assert len(str(e.value)) < 500
+
+
+def test_no_number_where_none_is_not_accepted() -> None:
+    for given in (math.inf, None):
+        with pytest.raises(ArgumentError, match=r"FusedMoE: scaling_factor is .*; accepted: a finite number$"):
+            fl.FusedMoE(**MAKERS[fl.FusedMoE], scaling_factor=given)

@@ -43,7 +43,6 @@ from fastlayers.errors import (
     as_integers,
     check_float,
     check_kind,
-    check_number,
     check_plain,
     check_positive,
     check_tensor,
@@ -182,7 +181,7 @@ class FusedMoE(Layer):
         check_kind(_NAME, QuantSpec, quant=quant)
         check_kind(_NAME, Axis, ep=ep, tp=tp)
         check_float(_NAME, dtype=dtype)
-        check_number(_NAME, alpha=alpha, limit=limit, scaling_factor=scaling_factor)
+        check_plain(_NAME, "float", alpha=alpha, limit=limit, scaling_factor=scaling_factor)
         if top_k > num_experts:
             raise ArgumentError(_NAME, "top_k", top_k, f"at most num_experts {num_experts}")
         if num_shared and (why := why_not_fuse_shared(ep)) is not None:
