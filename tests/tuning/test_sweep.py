@@ -38,6 +38,9 @@ def test_shapes_survive_the_command_line(layer: str) -> None:
 
 
 def test_short_names_and_defaults() -> None:
+    for said, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
+        assert parse_shape("rms_norm", f"D=96,dtype={said}").dtype == dtype
+    assert parse_shape("gqa", "kv_dtype=e4m3").kv_dtype == torch.float8_e4m3fn
     cfg = parse_shape("fp8_linear", "N=2112, K=7168, dtype=float16")
     assert (cfg.out_features, cfg.in_features, cfg.dtype, cfg.bias) == (2112, 7168, torch.float16, False)
     assert parse_shape("fp8_linear", "N=128,K=256,block_size=(32, 64)").block_size == (32, 64)

@@ -118,6 +118,8 @@ def between(counts: Iterable[int]) -> list[int]:
 
 # Short names of the kernel people's, where they differ from our fields.
 _SHORT = {"N": "out_features", "K": "in_features", "E": "num_experts", "D": "hidden_size", "I": "intermediate_size"}
+# As the command line's other options name them.
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "e4m3": "float8_e4m3fn"}
 
 
 def parse_shape(layer: str, text: str) -> Any:
@@ -155,7 +157,7 @@ def parse_shape(layer: str, text: str) -> Any:
 def _value(layer: str, piece: str, text: str, like: Any) -> Any:
     if isinstance(like, str) and text[:1] not in ("'", '"'):
         return text
-    found = getattr(torch, text.removeprefix("torch."), None)
+    found = getattr(torch, _SHORT_DTYPES.get(text, text.removeprefix("torch.")), None)
     if isinstance(found, torch.dtype):
         return found
     try:
