@@ -338,7 +338,7 @@ def formats_of(tokens: TokenText, reasoning: str, tools: str) -> Formats:
         found = Formats("harmony", "harmony")
     else:
         found = Formats("none", _style_of(tokens))
-        if kind.startswith("qwen") and (tokens.id_of(UNTHINK) is not None or tokens.reads(UNTHINK)):
+        if kind.startswith("qwen") and (tokens.id_of(UNTHINK) is not None or tokens.mentions(UNTHINK)):
             found = replace(found, reasoning="qwen3")
         elif kind.startswith("deepseek") and tokens.id_of(UNTHINK) is not None:
             found = replace(found, reasoning="deepseek_r1")
@@ -349,8 +349,8 @@ def formats_of(tokens: TokenText, reasoning: str, tools: str) -> Formats:
 
 def _style_of(tokens: TokenText) -> str:
     """Return the style whose calls the chat template shows; of DeepSeek's two the older one fences the arguments."""
-    if tokens.reads(STYLES["hermes"].begin):
+    if tokens.mentions(STYLES["hermes"].begin):
         return "hermes"
-    if not tokens.reads(STYLES["deepseek_v3"].begin):
+    if not tokens.mentions(STYLES["deepseek_v3"].begin):
         return "none"
-    return "deepseek_v3" if tokens.reads("```json") else "deepseek_v31"
+    return "deepseek_v3" if tokens.mentions("```json") else "deepseek_v31"

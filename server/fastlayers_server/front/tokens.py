@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -90,9 +91,18 @@ class TokenText:
             raise ApiError(400, f"the chat template refuses the messages: {error}", "invalid_prompt", "messages") from error  # fmt: skip  # noqa: E501
         return str(text)
 
+    def mentions(self, text: str) -> bool:
+        """Return whether the chat template has this text somewhere."""
+        return text in str(self.hf.chat_template or "")
+
     def reads(self, option: str) -> bool:
-        """Return whether the chat template mentions this option."""
-        return option in str(self.hf.chat_template or "")
+        """Return whether the chat template reads a variable of this name."""
+        return option in self._options
+
+    @cached_property
+    def _options(self) -> frozenset[str]:
+        template = self.hf.chat_template or {}
+        return variables_of(template.values() if isinstance(template, dict) else [template])
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes that a token stands for; those of a text's tokens, joined, are the text's."""
@@ -106,6 +116,32 @@ class TokenText:
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes.fromhex(piece[3:5])
         return piece.replace("▁", " ").encode()
+
+
+def variables_of(templates: Iterable[str]) -> frozenset[str]:
+    """Return what chat templates read of what they are given; of one that cannot be parsed nothing."""
+    # Not at import, as transformers, which renders them.
+    from jinja2 import Environment, TemplateError, meta, nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+
+    class Generation(Extension):
+        """The tag of transformers' own around what the assistant says."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = Environment(extensions=["jinja2.ext.loopcontrols", Generation])
+    found: set[str] = set()
+    for template in templates:
+        try:
+            found |= meta.find_undeclared_variables(environment.parse(template))
+        except TemplateError:  # nor can it be rendered, and who asks for that is told so
+            continue
+    return frozenset(found)
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from fastlayers_server.front.parsers import STYLES, Call, Formats, Harmony, JsonValue, Marked
 from fastlayers_server.front.rows import Delta
-from fastlayers_server.front.tokens import Detokenizer, TokenText
+from fastlayers_server.front.tokens import Detokenizer, TokenText, variables_of
 
 from .harness import TINY, Server, script_of, serving
 
@@ -377,3 +377,27 @@ def test_formats_are_recognised(qwen: TokenText, plain: TokenText, gpt_oss: Toke
         ("<｜tool▁call▁begin｜>```json", "deepseek_v3"),
     ):  # fmt: skip
         assert formats_of(TokenText(TINY, template), "auto", "auto") == Formats("none", style)
+
+
+def test_an_option_is_a_variable_of_the_template_not_a_part_of_its_text(thinking: Server) -> None:
+    """Of "enable_thinking" the name "thinking" is a part: it would have no effect, which is not said by a 200."""
+    body = {"model": "tiny", "messages": messages()}
+    for name in ("thinking", "enable", "assistant", "a"):
+        error = thinking.post("/v1/chat/completions", body | {"chat_template_kwargs": {name: False}})
+        assert error.status_code == 400, name
+        assert error.json()["error"]["message"].endswith(f"the template does not know {name!r}")
+
+
+@pytest.mark.parametrize(
+    ("template", "has"),
+    [
+        ("{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ thinking }}", {"thinking"}),
+        ("{% macro f() %}{% if effort is not defined %}{% set effort = 'low' %}{% endif %}{{ effort }}{% endmacro %}"
+         "{{ f() }}", {"effort"}),
+        ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
+         "{% set ns = namespace(found=false) %}{{ ns.found }}{{ other | tojson }}", {"messages", "other"}),
+        ("{% if %}", set()),
+    ],
+)  # fmt: skip
+def test_variables_of_templates(template: str, has: set[str]) -> None:
+    assert variables_of([template]) == has
