@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -73,7 +74,7 @@ def of_output(output: Output) -> ApiError:
     return ApiError(ERROR_CODES.get(output.code, 500), message, output.code, retry_after=output.retry_after)
 
 
-def of_validation(error: ValidationError) -> ApiError:
+def of_validation(error: ValidationError, body: Any) -> ApiError:
     """Return the answer to a body that is not what its schema says; the first finding counts."""
     found = error.errors(include_url=False)
     # The members of a union each say why they do not fit; the one whose type fits is what the client meant.
@@ -81,8 +82,7 @@ def of_validation(error: ValidationError) -> ApiError:
     if found[0]["type"] in ("extra_forbidden", "refused"):
         first = found[0]
     context = first.get("ctx", {})
-    names = [str(part) for part in first["loc"] if not str(part).startswith(("function-", "constrained-", "list["))]
-    param = context.get("param") or ".".join(names) or None
+    param = context.get("param") or ".".join(_place(first["loc"], body, first["type"] == "missing")) or None
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"unknown parameter {param!r}: it is not served, and nothing is ignored", "unknown_parameter", param)  # fmt: skip  # noqa: E501
     if first["type"] == "refused":
@@ -90,6 +90,18 @@ def of_validation(error: ValidationError) -> ApiError:
     given = "" if first["type"] == "missing" else f"; given: {_short(first['input'])}"
     code = "missing_parameter" if first["type"] == "missing" else "invalid_value"
     return ApiError(400, f"{param or 'the body'}: {first['msg']}{given}", code, param)
+
+
+def _place(found: tuple[int | str, ...], body: Any, missing: bool) -> Iterator[str]:
+    """Yield the names of a finding's place: between them stand the members of unions, which no body has."""
+    for at, name in enumerate(found):
+        if name in body if isinstance(body, dict) else isinstance(body, list) and isinstance(name, int):
+            body = body[name]
+        elif at and not (missing and at == len(found) - 1):
+            continue
+        else:  # what is missing, or a field that the body has under another name
+            body = None
+        yield str(name)
 
 
 def _short(value: Any) -> str:

@@ -244,7 +244,7 @@ def _parsed(raw: bytes, model: type[M], lenient: Any) -> M:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise of_validation(error) from error
+        raise of_validation(error, data) from error
 
 
 def check_shape(data: Any, levels: int = MAX_DEPTH) -> None:

@@ -204,7 +204,7 @@ def as_chat(body: ResponsesRequest) -> schemas.ChatRequest:
     try:
         return schemas.ChatRequest.model_validate({k: v for k, v in fields.items() if v is not None})
     except ValidationError as error:
-        raise of_validation(error) from error
+        raise of_validation(error, fields) from error
 
 
 def _add(messages: list[dict[str, Any]], item: Item) -> None:
