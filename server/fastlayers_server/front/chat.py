@@ -141,7 +141,7 @@ class ChatWriter(Writer):
             message["tool_calls"] = [
                 {"id": self._call_id(row, i), "type": "function", "function": call} for i, call in calls.items()
             ]
-        if not content and (calls or thought):
+        if not content and (calls or (thought and self._reasoning)):
             message["content"] = None
         return message
 

@@ -134,13 +134,13 @@ ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 
 
 def _known(item: Any) -> Any:
-    """Refuse what is no conversation; without a type an item is a message."""
+    """Refuse what is no conversation; without a type an item is a message, and null is nothing, of any field."""
     if not isinstance(item, dict):
         return item
     kind = item.get("type", "message")
     if kind not in ITEMS:
         raise refuse("input", f"an item of type {kind!r}; accepted: {', '.join(ITEMS)}", "unsupported_content")
-    return item | {"type": kind}
+    return {name: value for name, value in item.items() if value is not None} | {"type": kind}
 
 
 Item = Annotated[Said | Call | CallOutput | Thought, Field(discriminator="type"), BeforeValidator(_known)]

@@ -113,7 +113,8 @@ class Message(Model):
 
     @model_validator(mode="after")
     def _complete(self) -> Message:
-        if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.refusal)):
+        said = self.tool_calls or self.refusal or self.reasoning_content or self.reasoning
+        if self.content is None and not (self.role == "assistant" and said):
             raise refuse("messages", f"a message of role {self.role!r} without content", "invalid_value")
         if self.role != "assistant" and self.tool_calls:
             raise refuse("messages", f"tool_calls belong to role 'assistant', not {self.role!r}", "invalid_value")

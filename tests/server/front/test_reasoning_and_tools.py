@@ -309,6 +309,16 @@ def test_an_unfinished_thought_has_no_content(thinking: Server) -> None:
     assert choice["message"]["content"] is None and choice["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("field", ["both", "reasoning", "none"])
+def test_an_unfinished_thought_may_be_sent_back(qwen: TokenText, field: str) -> None:
+    with serving(script_of(qwen, "hm, so"), tokens=qwen, vocab_size=520, reasoning_field=field) as server:
+        body = {"model": "tiny", "messages": messages()}
+        answer = server.post("/v1/chat/completions", body | {"max_tokens": 2}).json()["choices"][0]
+        assert answer["finish_reason"] == "length"
+        again = body | {"messages": [*messages(), answer["message"], {"role": "user", "content": "go on"}]}
+        assert server.post("/v1/chat/completions", again).status_code == 200, answer["message"]
+
+
 @pytest.mark.parametrize("field", ["reasoning", "reasoning_content", "none"])
 def test_the_name_of_reasoning_is_the_operators(qwen: TokenText, field: str) -> None:
     with serving(script_of(qwen, "hm</think>ok"), tokens=qwen, vocab_size=520, reasoning_field=field) as server:

@@ -93,6 +93,16 @@ def test_conversations_come_as_items(server: Server) -> None:
     assert post(server, input=items, instructions="be kind", tools=TOOLS).status_code == 200
 
 
+def test_items_come_back_as_openais_client_dumps_them(server: Server) -> None:
+    """With all the fields that its types have, null where we said nothing."""
+    first = Response.model_validate(post(server, input="hi", tools=TOOLS, tool_choice="auto").json())
+    assert {item.type for item in first.output} == {"reasoning", "message", "function_call"}
+    items = [{"role": "user", "content": "hi"}, *(item.model_dump() for item in first.output)]
+    assert None in items[-1].values()
+    assert post(server, input=items, tools=TOOLS).status_code == 200
+    assert post(server, input=[items[0] | {"size": 1}]).json()["error"]["param"] == "input.0.size"
+
+
 def test_one_turn_is_one_message() -> None:
     def thought(text: str) -> dict[str, Any]:
         return {"type": "reasoning", "id": "rs", "content": [{"type": "reasoning_text", "text": text}], "status": None}
