@@ -24,7 +24,7 @@ import msgspec
 from fastlayers_server.engine.protocol import EngineInfo
 from fastlayers_server.engine.request import ENDED, Request, TickPlan
 
-PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
+PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: (Check failed: \(.*\) is false: )?")
 START_SECONDS = 60.0  # for the worker to read the tokenizer
 # A row whose mask takes longer, so often, ends. Of this thread's processor time: a busy machine is nobody's grammar.
 SLOW_SECONDS, PATIENCE = 0.005, 3
@@ -147,7 +147,7 @@ def work(arguments: Sequence[str]) -> None:
         try:
             answer(Found(str(compiler.compile_structural_tag(text).serialize_json()), ""))
         except (RuntimeError, ValueError, TypeError) as error:
-            # Its time and place in the library's own source are nothing to a client.
+            # Its time, place and condition in the library's own source are nothing to a client.
             said = PLACE.sub("", (str(error).strip().splitlines() or [type(error).__name__])[-1])
             answer(Found("", said[:500]))
 
@@ -228,16 +228,24 @@ class GrammarMasks:
                     request.matcher.reset()
                 request.matcher.fill_next_token_bitmask(masks, place)
                 request.slow_masks += time.thread_time() - begin > SLOW_SECONDS
+                if not masks[place].numpy().any():
+                    masks[place] = -1  # a draw among no tokens is none; what is drawn among all is refused at commit
         return masks
 
-    def accept(self, request: Request, tokens: Sequence[int]) -> str:
-        """Advance a request's matcher by tokens that it drew; returns what is wrong, or nothing."""
+    def accept(self, request: Request, tokens: Sequence[int]) -> tuple[str, str]:
+        """Advance a request's matcher by tokens that it drew; returns an error's code and message, or nothing twice."""
         for token in tokens:
+            if token < 0:  # the logits were not finite, and the scheduler ends the request for that
+                break
             if not request.matcher.accept_token(token):
-                return f"token {token} does not follow the grammar"
+                left = self._masks[:1].clone()
+                request.matcher.fill_next_token_bitmask(left, 0)
+                if not left.any():
+                    return "invalid_grammar", "the grammar leads to where no token may follow, nor the end"
+                return "internal_error", f"token {token} does not follow the grammar"
         if request.slow_masks > PATIENCE:
-            return f"the grammar's masks take longer than {1e3 * SLOW_SECONDS:g} ms a token"
-        return ""
+            return "invalid_grammar", f"the grammar's masks take longer than {1e3 * SLOW_SECONDS:g} ms a token"
+        return "", ""
 
 
 if __name__ == "__main__":

@@ -279,13 +279,13 @@ class Engine:
         begin = self.clock()
         result = step.result()
         now = self._began = self._stood("device", plan, begin)
-        self.scheduler.commit(plan, result, now)
-        if plan.masked and self.grammars is not None:
+        if plan.masked and self.grammars is not None:  # what does not follow a grammar is not told, nor ends an answer
             for index, request, _ in plan.special:
                 if request.submit.grammar and request.state != ENDED:
-                    wrong = self.grammars.accept(request, result.tokens[index])
-                    if wrong:
-                        self.scheduler.end((request.rid,), now, "error", "internal_error", wrong)
+                    code, wrong = self.grammars.accept(request, result.tokens[index])
+                    if code:
+                        self.scheduler.end((request.rid,), now, "error", code, wrong)
+        self.scheduler.commit(plan, result, now)
         if self.drafts is not None:
             self.drafts.observe(plan, result, now - launched)
         self.scheduler.metrics.observe("tick_seconds", now - launched)

@@ -35,13 +35,18 @@ SOURCES = {
     "tag": tag(type="sequence", elements=[
         {"type": "const_string", "value": "Name: "}, {"type": "regex", "pattern": "[a-z]{3}"}]),
 }  # fmt: skip
+DEAD = {
+    "nothing": tag(type="grammar", grammar="root ::= root"),
+    "no end": tag(type="grammar", grammar='root ::= "ab" [c-d] end\nend ::= end'),
+}
 INFO = EngineInfo(1, 512, 64, (1,), 16, 8, 4, 8, 20, ("grammar",))
 BOMB = "(" * 60 + "a" + "{1,9})" * 60
 
 
-async def compiled() -> tuple[dict[str, str], dict[str, Any]]:
+async def compiled() -> tuple[dict[str, str], dict[str, Any], dict[str, str]]:
     worker = GrammarWorker(TINY, lambda: INFO, timeout=20.0)
     found = {name: await worker.compile(source) for name, source in SOURCES.items()}
+    dead = {name: await worker.compile(source) for name, source in DEAD.items()}
     wrong: dict[str, Any] = {}
     for name, source in {
         "regex": tag(type="regex", pattern="(a"),
@@ -64,21 +69,21 @@ async def compiled() -> tuple[dict[str, str], dict[str, Any]]:
     worker.timeout = 20.0
     assert await worker.compile(SOURCES["choice"]) == found["choice"]
     await worker.close()
-    return found, wrong
+    return found, wrong, dead
 
 
 @pytest.fixture(scope="module")
-def grammars() -> tuple[dict[str, str], dict[str, Any]]:
+def grammars() -> tuple[dict[str, str], dict[str, Any], dict[str, str]]:
     return asyncio.run(compiled())
 
 
 def test_the_worker_compiles_refuses_and_is_killed(grammars: Any) -> None:
-    found, wrong = grammars
+    found, wrong, _ = grammars
     assert all(json.loads(serialized) for serialized in found.values())
     assert all(wrong.values()) and "x" in wrong["kind"]
     # Nothing of where the library found it in its own source.
     assert wrong["regex"] == "Regex parsing error at position 3: The parenthesis is not closed."
-    assert not any(".cc:" in said for said in wrong.values()), wrong
+    assert not any(".cc:" in said or "std::" in said for said in wrong.values()), wrong
 
 
 def test_a_worker_that_does_not_start_is_no_fault_of_a_grammar(tmp_path: Path) -> None:
@@ -142,6 +147,31 @@ def test_what_is_wrong_ends_that_request_alone(model: Any, grammars: Any) -> Non
     assert not served.engine.grammars.known("broken")  # type: ignore[union-attr]
 
 
+def test_a_grammar_that_leads_nowhere_is_the_clients_fault(model: Any, grammars: Any) -> None:
+    """It compiles; no step draws among no tokens, whose logits would not be finite."""
+    for overlap in (False, True):
+        served = bench(model, overlap)
+        for name, serialized in grammars[2].items():
+            served.engine.post(Grammar(name, serialized))
+        rids = [served.submit([5], 30, grammar=name, ignore_eos=False) for name in grammars[2]]
+        free = served.submit([5], 10)
+        served.run()
+        for rid in rids:
+            last = served.last(rid)
+            assert last.code == "invalid_grammar" and last.message.startswith("the grammar leads to where"), last
+        assert served.last(free).finish == "length"
+
+
+def test_logits_that_are_not_finite_are_no_grammars_fault(model: Any, grammars: Any) -> None:
+    served = bench(model, False)
+    served.engine.post(Grammar("choice", grammars[0]["choice"]))
+    rid = served.submit([5], 30, grammar="choice", ignore_eos=False)
+    served.engine.tick()
+    request, masks = served.engine.scheduler.live[rid], served.engine.grammars
+    assert masks is not None and masks.accept(request, [-1]) == ("", "")
+    assert masks.accept(request, [5])[0] == "internal_error"
+
+
 def test_grammars_that_are_forgotten_are_told(model: Any, grammars: Any) -> None:
     """Otherwise a front believes them there, and the next request that names one is refused."""
     served, told = bench(model, False), []
@@ -180,6 +210,6 @@ def test_a_grammar_that_needs_too_much_of_the_processor_ends(
     served.run()
     assert served.last(free).finish == "length"
     if burns:
-        assert served.last(rid).code == "internal_error" and "longer than 5 ms" in served.last(rid).message
+        assert served.last(rid).code == "invalid_grammar" and "longer than 5 ms" in served.last(rid).message
     else:
         assert served.last(rid).finish == "stop"
