@@ -214,8 +214,25 @@ def test_flashinfer_replans_into_the_same_buffers(monkeypatch: pytest.MonkeyPatc
     with torch.device("meta"):
         meta = state.plan(AttentionBatch((1, 1, 1), (0, 64, 130), [[7], [5, 6], [4, 2, 1]]), bucket=4)
     assert (plan.index.data_ptr(), plan.pages.data_ptr(), plan.entries.data_ptr()) == before
-    assert plan.index.tolist() == [0, 1, 2, 3, 4, 0, 1, 3, 6, 7, 1, 1, 3, 1]
+    assert [plan.index[0].tolist(), plan.index[1].tolist()] == [[0, 1, 2, 3, 4], [0, 1, 3, 6, 7]]
+    assert plan.index[2, :-1].tolist() == [1, 1, 3, 1]
     assert plan.pages[:7].tolist() == [7, 5, 6, 4, 2, 1, 0]
+
+
+def test_page_offsets_lie_where_kernels_expect_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether an address divides by 16 is compiled in: it must not depend on the number of requests."""
+    fake(monkeypatch, flashinfer={}, flashinfer__prefill={"get_batch_prefill_module": FakePrefill})
+    given: list[Any] = []
+    pack = MagicMock()
+    pack.__getitem__.return_value = lambda *arguments, **constants: given.append(arguments)
+    monkeypatch.setattr(flashinfer, "_pack_kernel", pack)
+    impl, state = flashinfer.FlashInferFA3(LLAMA), AttentionState(20, 40, 1, 64)
+    for count in range(1, 21):
+        meta = state.plan(AttentionBatch((2,) * count, (0,) * count, [[1]] * count))
+        plan = flashinfer.Schedule(impl, meta)
+        plan.plan(meta)
+        assert plan.index.shape == (3, count + 1) and plan.index[1].tolist() == [*range(count + 1)]
+    assert len(given) == 20 and all(x.data_ptr() % 16 == 0 for arguments in given for x in arguments[:3])
 
 
 def bytes_asked_for(cfg: GQAConfig, sms: int, query: list[int], keys: list[int], page: int, captured: bool) -> int:

@@ -20,6 +20,7 @@ from fastlayers.attention.gqa.config import GQAConfig, check_no_padding, split_b
 from fastlayers.attention.gqa.triton_softmax import LN2
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.attention.pinned_copy import Staging
+from fastlayers.attention.step_buffers import ALIGNMENT
 from fastlayers.device import as_device
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import operator
@@ -119,8 +120,8 @@ class Schedule:
     def __init__(self, core: FlashInferGQA, meta: AttentionMeta) -> None:
         self.core, self.device = core, meta.positions.device
         self.numbers: list[int] = []
-        # requests + 1 offsets of queries, as many of pages, and the length of each last page
-        self.index = self.pages = self.entries = self.workspace = torch.empty(0, device="cpu")
+        # Rows: requests + 1 offsets of queries, as many of pages, and the length of each last page.
+        self.index = self.pages = self.entries = self.workspace = self._rows = torch.empty(0, device="cpu")
         self._shape: tuple[int, ...] = ()
         self._staging = Staging(0, self.device)
         # One for all buckets: asked for as if there was none.
@@ -141,7 +142,10 @@ class Schedule:
         # Up to seven numbers for each tile of 128 tokens of each head (fa3), four for each of 16 rows (fa2).
         few, many = tokens // 128 + requests + 1, tokens * cfg.group // 16 + requests + 300
         size = 28 * cfg.num_heads * few + 16 * many + 8 * (tokens + requests) + 65536
-        self.index = torch.empty(3 * requests + 2, dtype=torch.int32, device=self.device)
+        # Each row begins where Triton's kernels are compiled to know it does, however many requests there are.
+        width = cdiv(4 * (requests + 1), ALIGNMENT) * ALIGNMENT // 4
+        self._rows = torch.zeros(3, width, dtype=torch.int32, device=self.device)
+        self.index = self._rows[:, : requests + 1]
         self.pages = torch.empty(meta.page_table.numel(), dtype=torch.int32, device=self.device)
         self.entries = torch.empty(size, dtype=torch.uint8, device=self.device)
         self._staging = Staging(size, self.device)
@@ -161,10 +165,12 @@ class Schedule:
         pages = torch.tensor([0, *accumulate(used)], dtype=torch.int32, device="cpu")
         keys = torch.tensor(lengths, dtype=torch.int32, device="cpu")
         last = keys - (pages.diff() - 1).clamp_min(0) * meta.page_size
-        self.index.copy_(torch.cat([first, pages, last]))
+        rows = torch.zeros(self._rows.shape, dtype=torch.int32, device="cpu")
+        rows[0, : requests + 1], rows[1, : requests + 1], rows[2, :requests] = first, pages, last
+        self._rows.copy_(rows)
         block = 256
         _pack_kernel[(requests, cdiv(max(used), block))](
-            meta.page_table, self.index[requests + 1 :], self.pages, meta.page_table.stride(0), BLOCK=block, num_warps=4
+            meta.page_table, self.index[1], self.pages, meta.page_table.stride(0), BLOCK=block, num_warps=4
         )
         window_left = -1 if cfg.window is None else cfg.window - 1
         staged = self._staging.take()
@@ -188,8 +194,7 @@ def _attend(
     workspace: torch.Tensor, entries: torch.Tensor, index: torch.Tensor, pages: torch.Tensor, numbers: list[int],
     variant: str, scale: float, window: int, softcap: float, need_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    requests = (index.numel() - 2) // 3
-    first, offset, last = index.split((requests + 1, requests + 1, requests))
+    first, offset, last = index[0], index[1], index[2, :-1]
     o = q.new_empty(*q.shape)
     # A sink is folded in by way of the LSE.
     lse = q.new_empty(q.shape[0] if need_lse or sinks is not None else 0, q.shape[1], dtype=torch.float32)
