@@ -173,7 +173,7 @@ def test_operators_have_shapes_without_data() -> None:
     meta = plan(AttentionBatch((1, 2), (3, 9), [[1], [2]]))
     args = (
         torch.randn(3, 3, 48), torch.zeros(4, 16, 48), meta.page_table, meta.starts, meta.cu_seqlens_q, meta.positions,
-        meta.seq_lens, None, 32, 0.3, 2, 11, [],
+        meta.seq_lens, None, 32, 0.3, 2, 11, True, [],
     )  # fmt: skip
     checks = ("test_schema", "test_faketensor")
     decode = torch.library.opcheck(torch.ops.fastlayers.mla_decode.default, args, test_utils=checks)

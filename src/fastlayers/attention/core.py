@@ -77,6 +77,8 @@ class AttentionCore(Layer):
     # As errors name it, and the core's phase for several new tokens a request over cached rows.
     name: ClassVar[str]
     several_tokens: ClassVar[str] = "extend"
+    # The path of a step of several tokens by which it reaches that core; "": there is no other.
+    core_path: ClassVar[str] = ""
     # Up to so many new tokens a request a step is one of ``few``, with a ladder of its own; 0: there is none.
     few: ClassVar[int] = 0
     # Whether contexts with one choice share what is built: no backend reads ``cfg.context``.

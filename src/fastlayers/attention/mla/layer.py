@@ -115,7 +115,7 @@ class MLAAttention(AttentionCore):
 
     name = NAME
     reads = "qkv_a_proj"
-    several_tokens = "ragged"
+    several_tokens, core_path = "ragged", "mqa"
     few = FEW
 
     def __init__(

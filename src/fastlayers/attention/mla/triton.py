@@ -261,15 +261,19 @@ def rounded_to_e4m3(x: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=4096)
 def _decode_launches(
     shape: tuple[int, ...], rank: int, requests: int, strides: tuple[int, ...], scale: float, max_query_len: int,
-    max_seq_len: int, dtype: torch.dtype, kv_dtype: torch.dtype, page: int, tree: bool, knobs: tuple[int, ...],
-    device: torch.device,
+    max_seq_len: int, dtype: torch.dtype, kv_dtype: torch.dtype, page: int, tree: bool, rounded: bool,
+    knobs: tuple[int, ...], device: torch.device,
 ) -> tuple[int, Callable[..., None], Callable[..., None]]:  # fmt: skip
-    """Return the splits of one shape, what launches the attention, and what adds its splits."""
+    """Return the splits of one shape, what launches the attention, and what adds its splits.
+
+    ``rounded``: with a power of two blocks of rows a request, as their number is compiled in: those without rows end.
+    """
     (tokens, heads, width), launch = shape, dependent_launch(device)
     sm_count = as_device(device).sm_count if device.type == "cuda" else NOMINAL_SM_COUNT
     config, row_blocks, splits = decode_launch(
         heads * max_query_len, requests, max_query_len, max_seq_len, dtype, kv_dtype, page, knobs, sm_count
     )
+    row_blocks = next_power_of_2(row_blocks) if rounded else row_blocks
     rows = tokens * heads
     decode = _decode_kernel.at(
         (requests * row_blocks, splits), *strides, scale * LOG2_E, splits, rows,
@@ -287,7 +291,7 @@ def _decode_launches(
 def _decode(
     q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, starts: torch.Tensor, cu_seqlens_q: torch.Tensor,
     positions: torch.Tensor, seq_lens: torch.Tensor, tree: torch.Tensor | None, rank: int, scale: float,
-    max_query_len: int, max_seq_len: int, knobs: list[int],
+    max_query_len: int, max_seq_len: int, rounded: bool, knobs: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     tokens, heads, _ = q.shape
     o, lse = q.new_empty(tokens, heads, rank), q.new_empty(tokens, heads, dtype=torch.float32)
@@ -297,7 +301,7 @@ def _decode(
         q.shape, rank, page_table.shape[0], (*q.stride()[:2], *cache.stride()[:2], page_table.stride()[0]), scale,
         # No split ends within so many rows, so that the longest request may be rounded down.
         max_query_len, max_seq_len - max_seq_len % SPLIT_ROWS, q.dtype, cache.dtype, cache.shape[1], tree is not None,
-        tuple(knobs), q.device,
+        rounded, tuple(knobs), q.device,
     )  # fmt: skip
     partial, partial_lse = o, lse
     if splits > 1:
@@ -355,6 +359,7 @@ class TritonMLA:
     """Capture-safe: grids and split counts come from host bounds (``meta.max_*``, ``lens.q_lens``), never from data."""
 
     def __init__(self, cfg: MLAConfig, config: Mapping[str, int] | None = None) -> None:
+        self.cfg = cfg
         self.rank, self.nope, self.scale = cfg.kv_lora_rank, cfg.qk_nope_head_dim, cfg.softmax_scale
         self.knobs = knobs(config)
 
@@ -369,9 +374,23 @@ class TritonMLA:
         """Return ``(o [T,H,L] of q's dtype, lse [T,H] fp32)``."""
         o, lse = _decode(
             q, cache, meta.page_table, meta.starts, meta.cu_seqlens_q, meta.positions, meta.seq_lens, meta.tree,
-            self.rank, self.scale, meta.max_query_len, meta.max_seq_len, self.knobs,
+            self.rank, self.scale, meta.max_query_len, meta.max_seq_len,
+            # A bucket's is one of few; prompts bring any number of tokens.
+            meta.bucket is None and meta.max_query_len > 1, self.knobs,
         )  # fmt: skip
         return o, lse
+
+    def kernels_of(self, requests: int, max_query_len: int, max_seq_len: int) -> tuple[tuple[int, ...], tuple[()]]:
+        """Return what of a step over latents is compiled into kernels; it does not change back with the length."""
+        cfg = self.cfg
+        sm_count = as_device("cuda").sm_count if torch.cuda.is_available() else NOMINAL_SM_COUNT
+        config, row_blocks, splits = decode_launch(
+            cfg.num_heads * max_query_len, requests, max_query_len, max_seq_len - max_seq_len % SPLIT_ROWS, cfg.dtype,
+            cfg.kv_dtype, cfg.page_size, tuple(self.knobs), sm_count,
+        )  # fmt: skip
+        blocks = next_power_of_2(row_blocks) if max_query_len > 1 else row_blocks
+        tile = config.block_m, config.block_n, config.num_warps, config.num_stages, config.ahead
+        return (*tile, blocks, splits == 1, max_query_len > 1), ()
 
     def prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: RaggedLengths, need_lse: bool = True
