@@ -246,6 +246,12 @@ class TritonFusedMoE(ExpertsBackend):
         """Return the configurations to measure for ``num_tokens`` tokens, the rule's own first."""
         return launch_config.candidates(cfg, num_tokens)
 
+    @staticmethod
+    def token_counts(cfg: FusedMoEConfig, most: int) -> list[int]:
+        """Return token counts with which the last chunk is of each size class: it runs by the plan of all tokens."""
+        powers = [1 << power for power in range(max(0, min(MAX_TOKENS, most - MAX_TOKENS)).bit_length())]
+        return [MAX_TOKENS + power for power in powers]
+
     def numbers_for(self, x: torch.Tensor) -> list[int]:
         """Return the plan of so many tokens."""
         return self._plan(x.shape[0], x.dtype == torch.float32).numbers()
