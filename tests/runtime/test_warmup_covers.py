@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,51 +12,25 @@ from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.packages.openai_triton_kernels import TritonKernelsFusedMoE
 from fastlayers.runtime import precompile
 from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
-from fastlayers.runtime.launch import Kernel
 from fastlayers_models.generate import Generator
 from fastlayers_server import known_models
 from fastlayers_server.random_models import random_model
+
+from .kinds import Kinds
 
 SMALL = dict(vocab_size=61, hidden_size=32, intermediate_size=64, max_position_embeddings=256)
 LENGTH, BATCH = 256, 10
 
 
-class Kinds:
-    """What Triton would compile for the launches so far: constants, and of numbers what it specialises on."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seen: set[Any] = set()
-
-        def bind(kernel: Kernel, **constants: Any) -> Callable[..., None]:
-            return lambda grid, *given: self.note(kernel, given[kernel._tensors :], constants)
-
-        def at(
-            kernel: Kernel, grid: Any, *numbers: Any, parts: Any = None, **constants: Any
-        ) -> Callable[..., None]:  # fmt: skip
-            return lambda *given: self.note(kernel, numbers, constants)
-
-        monkeypatch.setattr(Kernel, "bind", bind)
-        monkeypatch.setattr(Kernel, "at", at)
-        # What nothing computes is zero, so that sampling meets no NaN.
-        empty = torch.Tensor.new_empty
-        monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size, **more: empty(x, *size, **more).zero_())
-
-    def note(self, kernel: Kernel, numbers: Any, constants: dict[str, Any]) -> None:
-        names = kernel.arg_names[kernel._tensors :]
-        classes = tuple(
-            (n == 1, n % 16 == 0, n > 0x7FFFFFFF) if isinstance(n, int) else type(n)
-            for name, n in zip(names, numbers, strict=False)
-            if name not in kernel.unspecialized
-        )
-        self.seen.add((kernel.__name__, classes, *sorted(constants.items())))
-
-
 def test_no_step_of_a_generator_needs_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTLAYERS_BACKEND", "gqa=triton")
     kinds, run, later = Kinds(monkeypatch), precompile.run, []
+    # What nothing computes is zero, so that sampling meets no NaN.
+    empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size, **more: empty(x, *size, **more).zero_())
 
     def run_some(jobs: Sequence[precompile.Job], advance: Callable[[str], None]) -> None:
-        later.extend(job for job in jobs if " behind " in job.label)
+        later.extend(job for job in jobs if " to " in job.label)
         run([job for job in jobs if job not in later], advance)
 
     monkeypatch.setattr(precompile, "run", run_some)
@@ -74,16 +46,6 @@ def test_no_step_of_a_generator_needs_another_kernel(monkeypatch: pytest.MonkeyP
         generator.generate([[1] * length for length in lengths], max_new_tokens=3, eos_ids=())
     assert kinds.seen and not kinds.seen - warm
     assert kinds.seen - without  # uneven extends are needed
-
-
-def test_steps_of_few_tokens_are_warmed_up_behind_all_that_a_request_can_hold() -> None:
-    """Not behind what one step computes, as long prompts come in pieces; nor behind more than there are positions."""
-    state = SimpleNamespace(capacity=4096, max_batch=3)
-    for positions, deepest in ((9999, 4094), (1000, 998)):
-        found = list(precompile._uneven(state, 64, 8, positions))
-        assert {each for _, each, _ in found} == {2, 4, 8, 16, 32, 64} and {count for count, _, _ in found} == {1, 2}
-        assert max(context for _, _, context in found) == deepest
-        assert all(each + context <= min(4096, positions) for _, each, context in found)
 
 
 def test_token_counts_of_triton_kernels_stand_for_all() -> None:

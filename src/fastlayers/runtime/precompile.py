@@ -1,10 +1,9 @@
 """What a warm-up compiles side by side: one layer of each kind, at token counts that together stand for all.
 
 token counts of a layer      powers of two and what lies between, both sides of its ladder's edges
-decode of attention          the same of requests, in every class of context
-extends that are captured    attention in each bucket, with bounds from the bucket and from the state's size
-other extends                attention of few and many new tokens a request, of one and many requests, behind nothing
-                             and behind all that fits, in tables as wide as the state's
+captured extends             attention in each bucket, with bounds from the bucket and from the state's size
+other steps of attention     one of each kind that its ladders and backends tell apart, in tables as wide as the
+                             state's: see attention_steps.py; without a state, decode in every class of context
 what a package asks          counts that its backend names (``token_counts``): its kernels follow rules of its own
 threads                      Triton's compiler lets others run while it works; other packages have one thread each
 """
@@ -25,6 +24,7 @@ from fastlayers.attention.context_buckets import CONTEXTS
 from fastlayers.layer import Layer
 from fastlayers.registry import Backend, Choice
 from fastlayers.runtime import builds
+from fastlayers.runtime.attention_steps import Step, arguments, of_each_kind
 from fastlayers.runtime.streams import side_stream
 from fastlayers.tuning.probe import choices_of
 
@@ -32,8 +32,6 @@ from fastlayers.tuning.probe import choices_of
 SIDE_BY_SIDE, THREADS = 4096, 8
 # Multiples of it, without their whole parts, are spread evenly over 0 to 1.
 GOLDEN = (5**0.5 - 1) / 2
-# Extends of fewer tokens are warmed up behind so many others, too.
-MANY, DEEP = 512, 16384
 
 
 @dataclass(frozen=True)
@@ -98,11 +96,15 @@ def jobs_of(
 
     ``step`` has what captures extends: its ``extend_buckets``, and the ``state`` whose size their kernels depend on.
     """
-    choices = list(choices_of(layer))
+    state, attention = getattr(step, "state", None), hasattr(layer, "decode_choice")
+    positions = getattr(getattr(layer, "rotary", None), "max_position", max_tokens)
+    kinds: list[Step] = []
+    if attention and state is not None:
+        kinds += of_each_kind(layer, state, max_tokens, max_batch, positions)
+    choices = list(choices_of(layer))  # only now: ladders of all contexts and phases were built for the kinds
     rungs = [(rung, choice.cfg) for choice in choices for rung in choice.rungs]
     edges = [rung.max_tokens for rung, _ in rungs if rung.max_tokens is not None]
     named = [count for rung, cfg in rungs for count in _named(rung.backend, cfg, max_tokens)]
-    positions = getattr(getattr(layer, "rotary", None), "max_position", max_tokens)
 
     def calls(count: int) -> None:
         for inputs in examples(layer, count):
@@ -110,19 +112,22 @@ def jobs_of(
 
     for count in cover(min(max_tokens, positions), edges, named):
         yield Job(f"{label} {count}", count, packages_at(choices, count), lambda n=count: calls(n))  # type: ignore[misc]
-    if hasattr(layer, "decode_choice"):
+    if not attention:
+        return
+    if state is None:
         for context in [context for context in CONTEXTS if context < positions] or [positions - 1]:
             for count in cover(max_batch, edges):
                 call = partial(_call, layer, _decode, count, context)
                 yield Job(f"{label} {count} × {context}", count, packages_at(choices, count), call)
-        for bucket in _buckets(step, max_tokens, max_batch):
-            call = partial(_call, layer, _extend, bucket, step.state)
-            words = f"{label} {bucket.tokens} of {bucket.requests} requests"
-            yield Job(words, bucket.tokens, packages_at(choices, bucket.tokens), call)
-        for requests, each, context in _uneven(getattr(step, "state", None), max_tokens, max_batch, positions):
-            call = partial(_call, layer, _several, requests, each, context, step.state)
-            words = f"{label} {requests} × {each} behind {context}"
-            yield Job(words, requests * each, packages_at(choices, requests * each), call)
+        return
+    for kind in kinds:
+        words = f"{label} {kind.requests} × {kind.max_query_len} to {kind.max_seq_len}"
+        call = partial(_call, layer, _of_kind, kind, state)
+        yield Job(words, kind.num_tokens, packages_at(choices, kind.num_tokens), call)
+    for bucket in _buckets(step, max_tokens, max_batch):
+        call = partial(_call, layer, _extend, bucket, state)
+        words = f"{label} {bucket.tokens} of {bucket.requests} requests"
+        yield Job(words, bucket.tokens, packages_at(choices, bucket.tokens), call)
 
 
 def _named(backend: Backend, cfg: Any, most: int) -> Iterable[int]:
@@ -130,27 +135,6 @@ def _named(backend: Backend, cfg: Any, most: int) -> Iterable[int]:
     of = getattr(backend.load(), "token_counts", None)
     found: Iterable[int] = () if of is None else of(cfg, most)
     return found
-
-
-def _uneven(state: Any, max_tokens: int, max_batch: int, positions: int) -> Iterator[tuple[int, int, int]]:
-    """Yield requests, new tokens of each, and what they have behind them, of extends that may run uncaptured.
-
-    That may be more than a step's tokens: a prompt comes in pieces. How many programs share a tile's keys depends on
-    all three; of :data:`MANY` tokens tiles alone fill a GPU.
-    """
-    if state is None:
-        return
-    reach = min(state.capacity, positions)
-    for each in _powers(2, min(max_tokens, reach, SIDE_BY_SIDE)):
-        for requests in _powers(1, min(max_batch, state.max_batch, SIDE_BY_SIDE // each)):
-            few = requests * each < MANY
-            for context in sorted({0, min(reach - each, DEEP) if few else 0}):
-                yield requests, each, context
-
-
-def _powers(least: int, most: int) -> list[int]:
-    """Return the powers of two from ``least`` to ``most``."""
-    return [least << place for place in range(max(0, (most // least).bit_length()))]
 
 
 def _call(layer: Layer, inputs: Callable[..., tuple[Any, ...]], *of: Any) -> Any:
@@ -189,15 +173,10 @@ def _extend(layer: Any, bucket: ExtendBucket, like: Any) -> tuple[Any, ...]:
     return x, state.plan(AttentionBatch((), (), []), bucket=bucket), cache
 
 
-def _several(layer: Any, requests: int, each: int, context: int, like: Any) -> tuple[Any, ...]:
-    """Return the arguments of an extend in tables of ``like``'s width; all requests read and write the same pages."""
-    from fastlayers.attention.meta import AttentionBatch, AttentionState
-
-    pages = -(-(context + each) // like.page_size)
-    x, cache = _rows_and_cache(layer, requests * each, pages)
-    state = AttentionState(requests, requests * each, like.max_pages, like.page_size, x.device)
-    held = [list(range(1, pages + 1))] * requests
-    return x, state.plan(AttentionBatch((each,) * requests, (context,) * requests, held)), cache
+def _of_kind(layer: Any, step: Step, like: Any) -> tuple[Any, ...]:
+    """Return the arguments of a step; all requests read and write the same page."""
+    x, cache = _rows_and_cache(layer, step.num_tokens, 1)
+    return arguments(layer, step, like, x, cache)
 
 
 def _rows_and_cache(layer: Any, tokens: int, pages: int) -> tuple[torch.Tensor, Any]:

@@ -225,6 +225,16 @@ def _least_part(max_query_len: int, group: int, window: int) -> int:
     return MIN_FEW if max_query_len * group <= FEW_ROWS and not window else MIN_SPLIT
 
 
+@lru_cache(maxsize=4096)
+def _parts(programs: int, max_query_len: int, max_seq_len: int, group: int, window: int) -> tuple[int, int]:
+    """Return how many programs share one tile's keys, and how many of them each takes at least."""
+    keys = min(max_seq_len, window + max_query_len - 1) if window else max_seq_len
+    least = _least_part(max_query_len, group, window)
+    splits = _num_splits(programs, keys, least)
+    # Of one part one variant of the kernel, whatever the others would take.
+    return splits, MIN_SPLIT if splits == 1 else least
+
+
 def _fake(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sinks: torch.Tensor | None,
     page_table: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor, cu_seqlens_q: torch.Tensor,
@@ -270,11 +280,7 @@ def _gqa(
     if packed:
         # Each request but one may begin a tile that it does not fill.
         tiles, each = cdiv(tokens * (heads // kv_heads), block_m) + requests - 1, 1
-    keys = min(max_seq_len, window + max_query_len - 1) if window else max_seq_len
-    least = _least_part(max_query_len, heads // kv_heads, window)
-    splits = _num_splits(tiles * kv_heads * each, keys, least)
-    if splits == 1:  # one variant of the kernel, whatever the others would take
-        least = MIN_SPLIT
+    splits, least = _parts(tiles * kv_heads * each, max_query_len, max_seq_len, heads // kv_heads, window)
     part, part_lse = o, lse
     if splits > 1:
         part = q.new_empty(tokens, heads, splits, head_dim, dtype=torch.float32)
@@ -331,6 +337,23 @@ class TritonGQA:
                 it |= self.config
             found = self._for_queries[rows] = tuple(it[name] for name in NUMBERS)
         return found
+
+    def kernels_of(
+        self, requests: int, max_query_len: int, max_seq_len: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return what of a step is compiled into kernels: constants that differ between steps, and numbers.
+
+        Neither changes back as ``max_seq_len`` grows. A warm-up runs one step of each kind.
+        """
+        cfg = self.cfg
+        window = cfg.window or 0
+        if max_query_len == 1 and self._decodes:
+            keys = min(max_seq_len, window) if window else max_seq_len
+            numbers = self._decode_numbers(requests, max_seq_len)
+            return triton_decode.kernels_of(cfg.group, requests * cfg.num_kv_heads, cfg.head_dim, keys, *numbers)
+        numbers = self._extend_numbers(max_query_len)
+        programs = cdiv(max_query_len * cfg.group, numbers[0]) * cfg.num_kv_heads * requests
+        return (*numbers, *_parts(programs, max_query_len, max_seq_len, cfg.group, window)), ()
 
     @staticmethod
     def candidates(cfg: GQAConfig, num_tokens: int) -> list[dict[str, int]]:

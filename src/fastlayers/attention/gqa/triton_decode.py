@@ -333,6 +333,26 @@ def serves(group: int, dtype: torch.dtype) -> bool:
     return group <= (16 if dtype == torch.float32 else 64)
 
 
+def kernels_of(
+    group: int, tiles: int, head_dim: int, keys: int, block_n: int, programs: int, min_keys: int, max_keys: int,
+    warps: int, stages: int,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:  # fmt: skip
+    """Return what of a step is compiled into kernels: constants that differ between steps, and numbers.
+
+    ``tiles``: requests × key heads. ``keys``: the most that one of them reads. The rest is the configuration's.
+    """
+    splits, wanted = _splits(tiles, keys, programs, min_keys, max_keys)
+    blocks = _blocks(group, head_dim, splits)
+    least, most = max(1, min_keys // block_n), max(1, max_keys // block_n)
+    combined = combine_block(splits, blocks["BLOCK_D"]) if splits > FUSED_SPLITS else 0
+    return (block_n, least, most, warps, stages, splits > 1, blocks["BLOCK_S"], combined), (splits, wanted)
+
+
+def combine_block(splits: int, block_d: int) -> int:
+    """Return how many parts the second kernel adds up at once."""
+    return min(next_power_of_2(splits), 4096 // block_d)
+
+
 class Counters:
     """How many parts of each request and key head are done: zero between launches, one launch at a time."""
 
@@ -366,7 +386,7 @@ def _launches(
         PAGE=page, SOFTCAP=softcap > 0, SPLIT=splits > 1, FUSED=splits <= FUSED_SPLITS, **shared, **blocks,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    at_once = min(next_power_of_2(splits), 4096 // blocks["BLOCK_D"])
+    at_once = combine_block(splits, blocks["BLOCK_D"])
     combine = _combine_kernel.at(
         (requests, heads), splits, wanted, **shared, BLOCK_D=blocks["BLOCK_D"], BLOCK_S=at_once, num_warps=4
     )
