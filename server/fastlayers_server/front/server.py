@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -29,10 +30,52 @@ HEAD_BYTES, FRAMING = 65_536, 8
 TOO_LONG = f"Headers of more than {HEAD_BYTES} bytes."
 
 
+class HttpOnly(HttpToolsProtocol):
+    """Takes requests that offer another protocol as if they did not, as a server may.
+
+    Java's client offers HTTP/2 with whatever it sends first, and the parser takes no body behind an offer.
+    """
+
+    parser: Any
+    _data = b""  # what is parsed
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes of the connection."""
+        self._data = data
+        super().data_received(data)
+
+    def on_headers_complete(self) -> None:
+        """Begin with the request, unless its body would be left out."""
+        if not self._offers_another():
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """Be told that the request is complete."""
+        if not self._offers_another():
+            super().on_message_complete()
+
+    def _offers_another(self) -> bool:
+        """Whether the request that comes offers another protocol; CONNECT is none that is served."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Read the request once more, without the offer: called while the parser's exception says where it ends."""
+        ended = sys.exc_info()[1]
+        if ended is None or not self._offers_another():
+            return
+        head = [self.parser.get_method() + b" " + self.url + b" HTTP/" + self.parser.get_http_version().encode()]
+        head += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        rest = self._data[ended.args[0] :]
+        self.parser = type(self.parser)(self)
+        with contextlib.suppress(AttributeError):  # as uvicorn makes its own; httptools before 0.6.3 has none
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self.data_received(b"\r\n".join([*head, b"", rest]))
+
+
 def protocol_with(header_timeout: float) -> type[HttpToolsProtocol]:
     """Return uvicorn's protocol with a time-out for a request's headers, and a limit of their bytes, which it lacks."""
 
-    class Protocol(HttpToolsProtocol):
+    class Protocol(HttpOnly):
         _waiting: asyncio.TimerHandle | None = None
         _body = _beside = _head = 0  # bytes of the request that comes
 

@@ -175,6 +175,26 @@ def test_more_requests_than_the_limit_are_refused() -> None:
         first.close()
 
 
+def test_who_offers_another_protocol_is_answered_in_ours() -> None:
+    """As Java's client does, whose request would be taken without its body."""
+    offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__")
+    with on_the_wire(tick_seconds=0.0) as wire:
+        raw = body(max_tokens=2)
+        chunks = b"%x\r\n%s\r\n0\r\n\r\n" % (len(raw), raw)
+        whole = wire.send("/v1/completions", raw, *offer)
+        chunked = wire.send("/v1/completions", chunks, *offer, "Transfer-Encoding: chunked")
+        later = wire.send("/v1/completions", b"", *offer, f"Content-Length: {len(raw)}")
+        time.sleep(0.05)
+        later.sendall(raw)
+        for made in (whole, chunked, later):
+            status, told = answer(made)
+            assert status == 200 and told["usage"]["completion_tokens"] == 2, told
+        # The connection goes on, with and without an offer.
+        for lines in (offer, ("X: 1",), ("Connection: Upgrade", "Upgrade: websocket")):
+            whole.sendall("\r\n".join(["GET /health HTTP/1.1", "Host: x", *lines, "", ""]).encode())
+            assert answer(whole)[0] == 200, lines
+
+
 def test_bytes_that_are_no_http_end_their_connection_and_nothing_else() -> None:
     source = random.Random(0)
     good = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
