@@ -161,7 +161,10 @@ class LinearBase(Layer):
 
     def operands(self) -> tuple[torch.Tensor | None, ...]:
         """Return what a backend takes between ``x`` and the bias."""
-        return (self._parameters["weight"],)
+        try:
+            return (self._parameters["weight"],)
+        except KeyError:  # pruned or parametrized: torch computes it
+            return (self.weight,)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``y`` ``[..., local_out]`` for ``x`` ``[..., local_in]`` of ``dtype``.
@@ -179,7 +182,10 @@ class LinearBase(Layer):
         if self.quantised and (torch.is_grad_enabled() or forward_ad._current_level >= 0):
             self.refuse_grad(x=x)
         impl = self.ladder.single or self.ladder.pick(x.numel() // self.local_in)
-        y: torch.Tensor = impl(x, *self.operands(), self._parameters.get("bias") if self.adds_bias else None)
+        bias = self._parameters.get("bias") if self.adds_bias else None
+        if bias is None and self.adds_bias:  # there is none, or torch computes it, see operands()
+            bias = self.bias
+        y: torch.Tensor = impl(x, *self.operands(), bias)
         return y
 
     def check_input(self, x: torch.Tensor, dtype: torch.dtype, device: torch.device | None = None) -> None:

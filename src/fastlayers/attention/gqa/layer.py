@@ -210,7 +210,10 @@ class Attention(AttentionCore):
             positions = positions.contiguous()
         norms = [held[name] for name in self._norms]
         # Norms without weights of their own hold ones in a buffer.
-        weights = [(norm._parameters or norm._buffers)["weight"] for norm in norms]
+        try:
+            weights = [(norm._parameters or norm._buffers)["weight"] for norm in norms]
+        except KeyError:  # pruned or parametrized: torch computes it
+            weights = [norm.weight for norm in norms]
         turned: torch.Tensor = held["write"](
             q, k, v, tables["cos"], tables["sin"], positions, cache, meta.out_cache_loc, *weights
         )
@@ -241,6 +244,8 @@ class Attention(AttentionCore):
         q = self.rotate_and_write(q, k, v, meta, cache)
         held: Any = self._modules
         sinks: torch.Tensor | None = self._parameters.get("sinks")
+        if sinks is None:  # there are none; or pruned or parametrized: torch computes them
+            sinks = self.sinks
         if sinks is not None and sinks.dtype != torch.float32:
             sinks = sinks.float()
         o, _ = self.core(meta, q.shape[0])(q, cache.keys, cache.values, meta, sinks)

@@ -261,7 +261,7 @@ class MLAAttention(AttentionCore):
         views = self._views
         if views is not None:
             projection: Any = self._modules["kv_b_proj"]
-            weight = projection._parameters["weight"]
+            weight = projection._parameters.get("weight")
             if weight is views.weight and weight.data_ptr() == views.address:
                 return views.value
         sources = self.packed_sources()

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -266,19 +267,30 @@ class TopKRouter(Layer):
         core = self.ladder.single or self.ladder.pick(hidden_states.shape[0])
         # A backend may have a kernel for the logits of a few tokens.
         logits = None
-        held = self._parameters
-        if hasattr(core, "route"):
-            bias, correction = held.get("bias"), held.get("e_score_correction_bias")
+        held: Any = self._parameters
+        correction = held.get("e_score_correction_bias")
+        if correction is None:  # there is none; or pruned or parametrized: torch computes it
+            correction = self.e_score_correction_bias
+        route, own_logits = hasattr(core, "route"), hasattr(core, "logits")
+        if route or own_logits:
+            bias = held.get("bias")
+            if bias is None:
+                bias = self.bias
+            try:
+                weight = held["weight"]
+            except KeyError:
+                weight = self.weight
+        if route:
             routed: tuple[torch.Tensor, torch.Tensor] | None = core.route(
-                hidden_states, held["weight"], bias, self.logits_dtype, correction, num_valid
+                hidden_states, weight, bias, self.logits_dtype, correction, num_valid
             )
             if routed is not None:
                 return routed
-        if hasattr(core, "logits"):
-            logits = core.logits(hidden_states, held["weight"], held.get("bias"), self.logits_dtype)
+        if own_logits:
+            logits = core.logits(hidden_states, weight, bias, self.logits_dtype)
         if logits is None:
             logits = self.logits(hidden_states)
-        topk_weights, topk_ids = core(logits, held.get("e_score_correction_bias"), num_valid)
+        topk_weights, topk_ids = core(logits, correction, num_valid)
         return topk_weights, topk_ids
 
     def _check(self, hidden_states: torch.Tensor, num_valid: torch.Tensor | None) -> None:

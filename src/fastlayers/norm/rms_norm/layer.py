@@ -153,7 +153,11 @@ class RMSNorm(Layer):
             ``y``; with a residual also the new residual ``x + residual``. Both are new tensors.
         """
         held: Any = self._parameters
-        weight, size = held["weight"], self.cfg.hidden_size
+        size = self.cfg.hidden_size
+        try:
+            weight = held["weight"]
+        except KeyError:  # pruned or parametrized: torch computes it
+            weight = self.weight
         if not self.trusted:
             self._check(x, residual, weight)
         y, new_residual = (self.ladder.single or self.ladder.pick(x.numel() // size))(x, weight, residual)
