@@ -265,8 +265,10 @@ def test_zero_replacements_raise() -> None:
     with pytest.raises(PatchError, match="nothing can be replaced"):
         fl.patch(nn.Sequential(nn.Linear(4, 4)))
     assert snapshot(model) == before
-    with pytest.raises(PatchError, match="unknown-class"):
-        fl.patch(nn.Sequential(StrangeRMSNorm()))
+    types = "deepseek_v2, deepseek_v3, gpt_oss, llama, llama4, qwen2, qwen2_moe, qwen3, qwen3_moe"
+    words = rf"nothing .* model; accepted: {types}\n  StrangeRMSNorm: unknown-class, 0 and 2 more$"
+    with pytest.raises(PatchError, match=words):
+        fl.patch(nn.Sequential(*(StrangeRMSNorm() for _ in range(3))))
 
 
 def test_include_and_exclude() -> None:

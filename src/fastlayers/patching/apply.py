@@ -13,6 +13,7 @@ from torch import nn
 from fastlayers.errors import ArgumentError, PatchError, check_choice, check_plain
 from fastlayers.patching import decode
 from fastlayers.patching.classes import swap, unswap
+from fastlayers.patching.families import MODEL_TYPES
 from fastlayers.patching.mla import FastMLA
 from fastlayers.patching.packing import PackedModule
 from fastlayers.patching.plan import KINDS, Options, Step, is_patched, make_plan, selectors
@@ -191,8 +192,17 @@ def _unwrap(model: nn.Module) -> nn.Module:
 
 def _check(steps: list[Step], options: Options) -> None:
     if not any(not step.reason for step in steps):
-        listed = "".join(f"\n  {s.name} ({type(s.module).__name__}): {s.reason}" for s in steps[:20])
-        raise PatchError(f"patch: nothing can be replaced in this model{listed or ': no module of a known kind'}")
+        groups: dict[tuple[str, str], list[str]] = {}  # all layers of a model have the same few reasons
+        for step in steps:
+            groups.setdefault((type(step.module).__name__, step.reason), []).append(step.name)
+        listed = "".join(
+            f"\n  {kind}: {reason}, {names[0]}" + f" and {len(names) - 1} more" * (len(names) > 1)
+            for (kind, reason), names in groups.items()
+        )
+        raise PatchError(
+            f"patch: nothing can be replaced in this model; accepted: {', '.join(MODEL_TYPES)}"
+            f"{listed or '; here is no module of a known kind'}"
+        )
     wrong = [step for step in steps if step.reason and step.reason != "user-excluded"]
     if options.strict and wrong:
         listed = "".join(f"\n  {s.name} ({type(s.module).__name__}): {s.reason}" for s in wrong)

@@ -8,5 +8,7 @@ from fastlayers.patching.matching import Rule
 RULES: dict[str, Rule] = {
     **deepseek.RULES, **qwen.RULES, **gpt_oss.RULES, **llama.RULES, **llama4.RULES, **llama4_experts.RULES,
 }  # fmt: skip
+# The families' names as config.json has them in model_type.
+MODEL_TYPES = tuple(sorted({path.split(".")[2] for path in RULES if path.startswith("transformers.models.")}))
 # Composites of which only the children are replaced.
 BLOCKS: tuple[str, ...] = gpt_oss.BLOCKS
