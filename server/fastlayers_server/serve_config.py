@@ -76,6 +76,14 @@ class ServeConfig(EngineConfig):
 
 
 NAMES: Mapping[str, Any] = MappingProxyType(flags_of(ServeConfig))
+# Every spelling of a flag, in a command line or a file -> its field.
+SPELLED: Mapping[str, str] = MappingProxyType(
+    {
+        spelled: name
+        for name, field in NAMES.items()
+        for spelled in ("--" + name.replace("_", "-"), *field.metadata["aliases"])
+    }
+)
 LATER = "a server runs on the GPUs of one host"
 NEVER: Mapping[str, str] = MappingProxyType(
     {
@@ -87,8 +95,10 @@ NEVER: Mapping[str, str] = MappingProxyType(
         "--enable-dp-attention": "its name is --attn-dp-size, with a number",
         "--dp-size": "of attention groups its name is --attn-dp-size; replicas are servers of their own",
         "--data-parallel-size": "of attention groups its name is --attn-dp-size; replicas are servers of their own",
+        "--dp": "of attention groups its name is --attn-dp-size; replicas are servers of their own",
         "--nnodes": LATER, "--node-rank": LATER,
         "--master-addr": LATER, "--dist-init-addr": LATER, "--pipeline-parallel-size": LATER, "--pp-size": LATER,
+        "--pp": LATER,
         "--api-server-count": "one front serves; start several servers behind a balancer",
         "--tokenizer-worker-num": "one front serves; start several servers behind a balancer",
         "--api-workers": "one front serves; start several servers behind a balancer",
@@ -104,10 +114,30 @@ NEVER: Mapping[str, str] = MappingProxyType(
         "--linear-backend": "its new name is the variable FASTLAYERS_BACKEND=linear=NAME",
         "--fp8-gemm-backend": "its new name is the variable FASTLAYERS_BACKEND=fp8_linear=NAME",
         "--enable-metrics": "/metrics is always on",
+        "--disable-log-stats": "figures are at /metrics, and not logged",
         "--disable-log-requests": "prompts are logged with --log-prompts only",
+        "--enable-log-requests": "prompts are logged with --log-prompts only",
+        "--log-requests": "prompts are logged with --log-prompts only",
+        "--disable-uvicorn-access-log": "--log-level warning leaves a line for each request out",
+        "--uvicorn-log-level": "its name is --log-level",
+        "--enable-auto-tool-choice": "it is always on; --tool-call-parser says how calls are marked, if the template does not",  # noqa: E501
+        "--enable-reasoning": "it is always on; --reasoning-parser says how thoughts are marked, if the model does not",
+        "--uds": "a server listens at --host and --port",
+        "--ssl-keyfile": "TLS ends at a proxy in front of this server",
+        "--ssl-certfile": "TLS ends at a proxy in front of this server",
+        "--root-path": "a proxy in front of this server takes its own part of the path away",
+        "--revision": "a name on the hub is its main branch; of another one give the directory that it was loaded to",
+        "--download-dir": "models are kept where the variable HF_HOME says",
+        "--hf-token": "its new name is the variable HF_TOKEN",
+        "--hf-overrides": "the model's config.json says it",
+        "--rope-scaling": "the model's config.json says it",
+        "--override-generation-config": "requests say it, else the model's generation_config.json",
+        "--speculative-config": "its names are --speculative-algorithm, --speculative-max-k and the others beside them",
+        "--max-total-tokens": "its name is --num-pages, of --page-size tokens each",
         "--enable-chunked-prefill": "it is always on",
         "--enable-prefix-caching": "it is on; --no-prefix-cache switches it off",
         "--guided-decoding-backend": "grammars are xgrammar's",
+        "--cuda-graph-max-bs": "steps of up to --max-running-requests requests are captured",
         "--max-seq-len-to-capture": "steps of up to --max-running-requests requests are captured",
         "--num-scheduler-steps": "steps overlap instead; --disable-overlap-schedule switches that off",
     }
@@ -153,12 +183,18 @@ def _from_file(path: Path) -> dict[str, Any]:
         raise ArgumentError("serve", "--config", f"{str(path)!r} ({why})", "a YAML file of flags") from error
     if not isinstance(found, dict):
         raise ArgumentError("serve", "--config", f"{str(path)!r}, which holds no mapping", "names and values of flags")
-    named = {str(name).replace("-", "_").lstrip("_"): value for name, value in found.items()}
-    for name in named:
-        if name not in NAMES:
-            raise ArgumentError(
-                "serve", "--config", f"{name!r} in {str(path)!r}", "names of flags, as --help lists them"
-            )
+    named: dict[str, Any] = {}
+    for given, value in found.items():
+        spelled = "--" + str(given).replace("_", "-").lstrip("-")
+        if spelled in NEVER:
+            raise ArgumentError("serve", spelled, f"given in {str(path)!r}", f"nothing: {NEVER[spelled]}")
+        name = SPELLED.get(spelled)
+        if name is None:
+            accepted = "names of flags, as --help lists them"
+            raise ArgumentError("serve", "--config", f"{str(given)!r} in {str(path)!r}", accepted)
+        if name in named:
+            raise ArgumentError("serve", "--config", f"{str(given)!r} in {str(path)!r}", f"one name of --{name.replace('_', '-')}")  # fmt: skip  # noqa: E501
+        named[name] = value
     return named
 
 

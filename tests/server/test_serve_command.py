@@ -378,7 +378,18 @@ def test_a_file_of_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert serve(["--config", str(path), "--max-n", "4", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["max_n"], shown["itl_target_ms"], shown["api_key"]) == (4, 20.0, "***")
-    for text, says in (("nope: 1", "'nope'"), ("max_n: many", "a int"), ("- a", "no mapping"), ("{", "--config"),
+    path.write_text("model-path: tiny\nmax-num-seqs: 3\ntensor_parallel_size: 2\nno-enable-prefix-caching: true\n")
+    assert serve(["--config", str(path), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["model"], shown["max_running_requests"], shown["tp"], shown["no_prefix_cache"]) == (
+        "tiny",
+        3,
+        2,
+        True,
+    )
+    for text, says in (("nope: 1", "'nope'"), ("enable-auto-tool-choice: true", "nothing: it is always on"),
+                       ("max-num-seqs: 3\nmax_running_requests: 4", "one name of --max-running-requests"),
+                       ("max_n: many", "a int"), ("- a", "no mapping"), ("{", "--config"),
                        ("api_key: 123456", "--api-key is a int"), ("api_key: ''", "at least one")):  # fmt: skip
         path.write_text(text)
         with pytest.raises(ArgumentError, match="accepted") as caught:

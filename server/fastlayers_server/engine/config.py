@@ -114,7 +114,9 @@ class EngineConfig:
     max_running_requests: int = flag(256, "requests decoded at once", "--max-num-seqs", within=(1, 65536))
     max_num_batched_tokens: int = flag(8192, "ceiling of a chunk of prompt tokens", "--chunked-prefill-size", within=(16, 2**20))  # fmt: skip  # noqa: E501
     itl_target_ms: float = flag(40.0, "a chunk beside decoding requests may take them so long; 0: any time", within=(0, 60_000))  # fmt: skip  # noqa: E501
-    max_partial_prefills: int = flag(2, "prompts that may be half done at once", within=(1, 256))
+    max_partial_prefills: int = flag(
+        2, "prompts that may be half done at once", "--max-num-partial-prefills", within=(1, 256)
+    )
     max_queued_requests: int = flag(2048, "more get 429", "--max-num-queued-reqs", within=(1, 2**20))
     max_queued_tokens: int = flag(4_000_000, "prompt tokens that wait; more get 429", "--max-num-queued-tokens", within=(1, 2**40))  # fmt: skip  # noqa: E501
     schedule_policy: str = flag("fcfs", "order of waiting requests", "--scheduling-policy", choices=("fcfs", "lpm"))
