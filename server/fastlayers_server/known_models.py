@@ -79,23 +79,28 @@ KNOWN: Mapping[str, Mapping[str, Any]] = {
 def config_of(name: str) -> Mapping[str, Any]:
     """Return a parsed ``config.json``: of a known model (with or without its owner), a file, a directory, or the hub.
 
+    'tiny' is the checkpoint that ships, as in the commands that need weights.
+
     Raises
     ------
     UnknownModelError
         None of these, or a file that is not a JSON object.
     """
+    from fastlayers_models.find import TINY, assets
+
     for known, config in KNOWN.items():
         if name.lower() in (known.lower(), known.partition("/")[2].lower()):
             return config
     try:
-        path = Path(name).expanduser()
+        path = assets() / TINY if name in ("tiny", TINY) else Path(name).expanduser()
     except RuntimeError as error:
         raise UnknownModelError(f"model {name!r} is unknown: {error}") from error
     if path.is_file() or (path / "config.json").is_file():
         return _parsed(path if path.is_file() else path / "config.json")
     if name.count("/") == 1 and not path.exists():
         return _from_hub(name)
-    accepted = f"{', '.join(KNOWN)}; a config.json or its directory; a name on the Hugging Face hub"
+    known = f"{', '.join(KNOWN)}; 'tiny', the one that ships"
+    accepted = f"{known}; a config.json or its directory; a name on the Hugging Face hub"
     raise UnknownModelError(f"model {name!r} is unknown; accepted: {accepted}")
 
 

@@ -89,6 +89,12 @@ def test_a_cache_in_eight_bits_has_shapes_of_its_own() -> None:
     assert "a model; in a shape: kv_dtype=float8_e4m3fn" in str(refused.exception or refused.output)
 
 
+def test_the_model_that_ships_has_its_name_here_as_in_other_commands() -> None:
+    assert known_models.config_of("tiny")["model_type"] == "deepseek_v3"
+    with pytest.raises(UnknownModelError, match="'tiny', the one that ships; a config"):
+        known_models.config_of("nothing")
+
+
 def test_ranks_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ArgumentError, match="multiple of 128"):
         jobs_of_models(["Qwen/Qwen3-30B-A3B-FP8"], 8, 1, [])
