@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from fastlayers_server.stalls import Collections, Stalls, freeze, thaw, watch_lo
 BACKENDS = ("openai", "vllm", "sglang", "openai-chat")
 MAX_LAG, LOOK_SECONDS = 0.005, 0.01
 ANY, LEAST, RATE = (0, 2**31), (1, 2**31), (1e-3, float("inf"))  # bounds of flags
+SILENT_SECONDS = 2.0  # so long a server that is not ready is waited for without a word
 
 
 @dataclass(frozen=True)
@@ -154,8 +156,11 @@ async def prepared(session: aiohttp.ClientSession, config: BenchConfig) -> tuple
 
 
 async def _when_ready(session: aiohttp.ClientSession, config: BenchConfig, headers: dict[str, str]) -> str:
-    end, why = time.monotonic() + config.ready_timeout, ""
-    while time.monotonic() < end:
+    begin, why, told = time.monotonic(), "", False
+    while time.monotonic() < begin + config.ready_timeout:
+        if not told and time.monotonic() > begin + SILENT_SECONDS:
+            told = True
+            print(f"waiting for {config.url}, {config.ready_timeout:g} s at most: {why}", file=sys.stderr)
         try:
             async with session.get(f"{config.url}/v1/models", headers=headers) as response:
                 if response.status == 200:

@@ -235,9 +235,15 @@ def test_values_that_cannot_be_read_are_refused_by_name(arguments: list[str], sa
         command.bench_serve([*arguments, "--ready-timeout", "0.1"])
 
 
-def test_a_server_that_is_not_there_is_one_sentence() -> None:
-    with pytest.raises(ArgumentError, match=r"not ready after 0\.1 s: ClientConnectorError"):
-        command.bench_serve(["--port", "9", "--ready-timeout", "0.1"])
+def test_a_server_that_is_not_there_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fastlayers_server.bench.serve.SILENT_SECONDS", 0.05)
+    with pytest.raises(ArgumentError, match=r"not ready after 0\.5 s: ClientConnectorError"):
+        command.bench_serve(["--port", "9", "--ready-timeout", "0.5"])
+    said = capsys.readouterr().err
+    assert said.startswith("waiting for http://127.0.0.1:9, 0.5 s at most: ClientConnectorError"), said
+    assert said.count("waiting") == 1
 
 
 def test_the_client_imports_no_torch() -> None:
