@@ -159,8 +159,11 @@ def main(
     config: EngineConfig | None = None,
 ) -> int:
     """Run the process; by default its arguments come on the command line, the configuration on stdin."""
-    # The front decides when to end: an interrupt from the terminal reaches both.
+    # The front decides when to end: an interrupt from the terminal reaches both, and systemd sends SIGTERM to all
+    # processes of a service. The ranks' launcher ends them by SIGTERM, and gives them their configuration.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if config is None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     if config is None:
         given = sys.stdin.buffer.read()

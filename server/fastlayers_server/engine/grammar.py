@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 import resource
+import signal
 import sys
 import threading
 import time
@@ -67,7 +68,10 @@ class GrammarWorker:
         pipe, info = asyncio.subprocess.PIPE, self._told()
         arguments = str(self._folder), str(info.vocab_size), ",".join(map(str, info.eos_ids)), str(self._memory)
         command = (sys.executable, "-m", "fastlayers_server.engine.grammar", *arguments)
-        self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=self._memory)
+        # In a session of its own: an interrupt from the terminal is the front's, which compiles while it drains.
+        self._process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, limit=self._memory, start_new_session=True
+        )
         try:
             await self._answer(START_SECONDS)
         except (ValueError, TimeoutError) as error:  # no grammar is to blame for that
@@ -131,6 +135,7 @@ def work(arguments: Sequence[str]) -> None:
     """Answer sources from stdin on stdout until it is closed: the worker's process."""
     from xgrammar import GrammarCompiler
 
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # systemd sends it to all processes of a service; the front kills
     folder, vocab_size, ends, memory = arguments
     compiler = GrammarCompiler(
         tokenizer_info(Path(folder), int(vocab_size), [int(i) for i in ends.split(",") if i]), cache_enabled=False

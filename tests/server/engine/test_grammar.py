@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,8 @@ async def compiled() -> tuple[dict[str, str], dict[str, Any], dict[str, str]]:
         wrong[name] = str(caught.value)
     assert worker._process is not None
     before = worker._process.pid
+    assert os.getpgid(before) != os.getpgrp()  # an interrupt from the terminal does not reach it
+    os.kill(before, signal.SIGTERM)
     again = await worker.compile(SOURCES["choice"])
     assert again == found["choice"] and worker._process.pid == before
     worker.timeout = 0.0001
