@@ -140,7 +140,7 @@ class Gate:
                 raise ApiError(403, f"{path} needs the admin key", "admin_key_required")
             return
         if self._keys and not (matches(digest, self._keys) and bearer) and not is_admin:
-            message = "the API key is wrong" if given else "an API key is needed: Authorization: Bearer KEY"
+            message = "the API key is wrong" if bearer else "an API key is needed: Authorization: Bearer KEY"
             raise ApiError(401, message, "invalid_api_key", headers={"www-authenticate": "Bearer"})
         if len(self._keys) > 1:
             state["key"] = digest

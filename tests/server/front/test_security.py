@@ -42,6 +42,9 @@ def test_every_route_but_the_two_open_ones_needs_a_key(guarded: Server, key: str
             continue
         expected = (403, "admin_key_required") if path in ADMIN else (401, "invalid_api_key")
         assert (response.status_code, response.json()["error"]["code"]) == expected, path
+    told = guarded.request("GET", "/v1/models", headers).json()["error"]["message"]  # type: ignore[arg-type]
+    # A key without "Bearer" is not called wrong: it may be right.
+    assert told == ("the API key is wrong" if (key or "").startswith("Bearer ") else "an API key is needed: Authorization: Bearer KEY")  # fmt: skip  # noqa: E501
 
 
 @pytest.mark.parametrize("key", ["sk-one", "sk-zwei-ü", "adm"])
