@@ -108,13 +108,16 @@ def test_a_chat_streams_and_the_gauges_live(profile: str) -> None:
                 # Without a key the page says what is wrong, and shows nothing of the server.
                 await browser.until("document.getElementById('state')?.textContent.includes('API key')")
                 assert await browser.value("document.getElementById('model').textContent") == ""
+                submit = "document.getElementById('say').value = 'hi', document.getElementById('form').requestSubmit()"
+                await browser.value(submit)
+                await browser.until(
+                    "document.querySelector('.turn:last-child .failed')?.textContent.includes('API key')"
+                )
                 await browser.value("key.value = 'sk-1', key.dispatchEvent(new Event('change'))")
                 await browser.until("document.getElementById('model').textContent === 'tiny'")
                 await browser.until("document.getElementById('state').textContent === 'serving'")
                 await browser.until("document.getElementById('facts').innerText.includes('4096 tokens')")
-                await browser.value(
-                    "document.getElementById('say').value = 'hi', document.getElementById('form').requestSubmit()"
-                )
+                await browser.value(submit)
                 await browser.until("document.getElementById('send').textContent === 'Stop'")
                 shown = "document.querySelector('.turn:last-child > div:nth-child(2)').textContent"
                 early = await browser.until(f"{shown}.length > 2 && {shown}")
