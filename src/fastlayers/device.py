@@ -149,6 +149,9 @@ def as_device(device: Device | torch.device | str | int | None = None) -> Device
             f"device {str(torch_device)!r} is not on this machine; described: {', '.join(DESCRIBED)}"
         )
     index = torch_device.index if torch_device.index is not None else torch.cuda.current_device()
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise UnknownNameError(f"device {str(torch_device)!r} is not on this machine, which has {count}")
     return _this_gpu(index)
 
 

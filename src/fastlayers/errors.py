@@ -285,13 +285,23 @@ def _python_value(value: Any) -> Any:
 
 
 def check_device(layer: str, device: torch.device | str | int | None) -> torch.device:
-    """Return ``device`` (``None``: torch's default) or raise :class:`ArgumentError` if torch knows none like that."""
+    """Return ``device`` (``None``: torch's default), or raise :class:`ArgumentError` if none like that is here."""
     import torch
 
     try:
-        return torch.get_default_device() if device is None else torch.device(device)
+        found = torch.get_default_device() if device is None else torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ArgumentError(layer, "device", describe(device), "a torch device, its name, or None") from error
+    if found.type not in ("cpu", "meta"):
+        try:
+            torch.empty(0, device=found)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, AssertionError) as error:  # as torch says that it has none
+            why = str(error).partition("\n")[0]
+            accepted = "a torch device of this machine, its name, or None"
+            raise ArgumentError(layer, "device", f"{str(found)!r} ({why})", accepted) from error
+    return found
 
 
 def check_path(layer: str, argument: str, path: object) -> Path:

@@ -9,9 +9,10 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from fastlayers import device as device_module
 from fastlayers import env
 from fastlayers.device import DESCRIBED
-from fastlayers.errors import ArgumentError, check_fields
+from fastlayers.errors import ArgumentError, UnknownNameError, check_fields
 from fastlayers.gradients import refuse
 from fastlayers.moved import renamed
 from fastlayers.registry import Choice, Ladder, Registry
@@ -31,6 +32,12 @@ def check_asked(layer: nn.Module, cfg: Any, device: torch.device | str | None) -
     if isinstance(device, str) and device != "cpu" and device in DESCRIBED:
         accepted = "a device of this machine; described devices are for fl.backends"
         raise ArgumentError(type(layer).__name__, "device", repr(device), accepted)
+    try:
+        device_module.as_device(device)
+    except UnknownNameError as error:
+        given = repr(str(device) if isinstance(device, torch.device) else device)
+        accepted = "a torch device of this machine, its name, or None"
+        raise ArgumentError(type(layer).__name__, "device", given, accepted) from error
 
 
 class Layer(WatchedModule):

@@ -247,7 +247,7 @@ def test_a_cast_that_is_refused_changes_nothing() -> None:
             "device is 1180591620717411303424; accepted: a torch device",
         ),
         (lambda: fl.CudaGraphs(2**70), "CudaGraphs: device is 1180591620717411303424"),
-        (lambda: fl.Linear(1, 1, device=2**70), "device 1180591620717411303424 is unknown"),
+        (lambda: fl.Linear(1, 1, device=2**70), "Linear: device is 1180591620717411303424; accepted: a torch device"),
         (lambda: KVCacheSpec(((1, 2),), 4, torch.float32).allocate(2, -1), "KVCacheSpec.allocate: device is -1"),
         (lambda: KVCacheSpec(((1, 2),), 4, torch.float32).allocate(2, 1.5), "KVCacheSpec.allocate: device is 1.5"),
         (lambda: fl.warmup(NORM, tokens=np.array(2)), r"warmup: tokens is array\(2\); accepted: a sequence of token"),
@@ -312,3 +312,23 @@ def test_no_number_where_none_is_not_accepted() -> None:
     for given in (math.inf, None):
         with pytest.raises(ArgumentError, match=r"FusedMoE: scaling_factor is .*; accepted: a finite number$"):
             fl.FusedMoE(**MAKERS[fl.FusedMoE], scaling_factor=given)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "gpu", "", 2.5])
+def test_devices_that_this_machine_lacks_are_named(device: Any) -> None:
+    makers: dict[str, Callable[[], Any]] = {
+        "Linear": lambda: fl.Linear(8, 8, device=device),
+        "Attention": lambda: fl.Attention(**MAKERS[fl.Attention], device=device),
+        "AttentionState": lambda: fl.AttentionState(1, 1, 1, 16, device=device),
+        "BumpAllocator": lambda: fl.BumpAllocator(16, device=device),
+        "KVCacheSpec.allocate": lambda: fl.kv_cache_spec(fl.Attention(**MAKERS[fl.Attention])).allocate(2, device),
+    }
+    for name, make in makers.items():
+        words = rf"^{name}: device is '?{device}'?.*; accepted: a torch device.*, its name, or None$"
+        with pytest.raises(ArgumentError, match=words):
+            make()
+
+
+def test_the_state_of_steps_needs_memory() -> None:
+    with pytest.raises(ArgumentError, match=r"AttentionState: device is 'meta'; accepted: a device with memory"):
+        fl.AttentionState(1, 1, 1, 16, device="meta")

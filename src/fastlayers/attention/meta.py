@@ -223,6 +223,8 @@ class AttentionState:
         self.max_batch, self.max_tokens, self.max_pages, self.page_size = max_batch, max_tokens, max_pages, page_size
         self.capacity = max_pages * page_size  # tokens of one request
         where = check_device("AttentionState", device)
+        if where.type == "meta":
+            raise ArgumentError("AttentionState", "device", "'meta'", "a device with memory: steps are written there")
         with memory_for("AttentionState", max_batch=max_batch, max_tokens=max_tokens, max_pages=max_pages):
             # Steps of one token a request have buffers of their own: small, and half of them never change.
             self._decode = StepBuffers(max_batch, min(max_batch, max_tokens), where)
