@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import warnings
@@ -83,6 +84,17 @@ def main() -> None:
             raise
         err.print(f"error: {type(error).__name__}: {error} (--debug shows where)", highlight=False)
         raise SystemExit(1) from error
+    finally:
+        _flush()
+
+
+def _flush() -> None:
+    """Let out what was printed; that a reader has enough, as ``head`` has, is nothing to complain of at the end."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _device(name: str) -> Any:

@@ -41,6 +41,18 @@ def command(*arguments: str, path: str = "", code: str = MAIN, **environment: st
     )
 
 
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, ROOTS)), "PYTHONUNBUFFERED": ""}
+    arguments = [sys.executable, "-c", MAIN, "backends", "rms_norm", "--json"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(arguments, stdout=writer, stderr=subprocess.PIPE, text=True, env=env, timeout=240)
+    finally:
+        os.close(writer)
+    assert done.stderr == ""
+
+
 def test_doctor_reports_everything_that_it_looked_at() -> None:
     result = run("doctor", "--json")
     report = json.loads(result.stdout)
