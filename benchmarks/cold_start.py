@@ -1,6 +1,7 @@
 """Time a first use with empty caches: ``python benchmarks/cold_start.py MODEL [--prompts 40] [--out FILE]``.
 
-All kernel caches are a new directory. Seconds from this program's start to the first token of a prompt of 512 tokens
+All kernel caches are an empty directory: that of ``FASTLAYERS_CACHE_DIR``, if it is one, and whoever runs next with it
+finds them filled, or else a new one. Seconds from this program's start to the first token of a prompt of 512 tokens
 (random weights at real dimensions, made on the GPU), then of ``fl.warmup`` with its defaults (the model's context, 256
 requests), then prompts of random lengths and numbers: how many kernels were compiled or loaded for any of them (wanted:
 none), and their longest first token. One JSON line a row; the first describes the run.
@@ -23,7 +24,8 @@ from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 CACHES = "TRITON_CACHE_DIR", "DG_JIT_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "TRTLLM_DG_CACHE_DIR"
-EMPTY = tempfile.mkdtemp()
+GIVEN = Path(os.environ.get("FASTLAYERS_CACHE_DIR") or tempfile.mkdtemp())
+EMPTY = tempfile.mkdtemp() if GIVEN.is_dir() and any(GIVEN.iterdir()) else str(GIVEN)
 if __name__ == "__main__":  # before anything that has a cache is imported
     for name in CACHES:
         os.environ.pop(name, None)

@@ -193,7 +193,8 @@ def test_jobs_of_a_package_never_overlap_and_tritons_do() -> None:
 
     jobs = [precompile.Job(f"{p} {i}", 1, p, call(p)) for p in inside for i in range(3)]
     said: list[str] = []
-    precompile.run([*jobs, precompile.Job("large", 10**6, "triton", lambda: None)], said.append)
+    ended = precompile.run([*jobs, precompile.Job("large", 10**6, "triton", lambda: None)], said.append)
+    assert ended.keys() == inside.keys() and all(0 < took < 20 for took in ended.values())
     assert most == {"deep_gemm": 1, "triton": 3} and said[-1] == "large" and len(said) == 7
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,7 @@ import fastlayers as fl
 from fastlayers.errors import ArgumentError, CaptureError
 from fastlayers.quant.mxfp8_quant.layer import MXFP8Quant
 from fastlayers.registry.spec import LayerSpec, spec_of
-from fastlayers.runtime import compile_log
+from fastlayers.runtime import compile_log, precompile
 from fastlayers.runtime.warmup import calls_of
 
 
@@ -172,6 +173,17 @@ def test_bad_calls() -> None:
     for tokens in (8, None, "8", [1.5], ["8"], [True]):
         with pytest.raises(ArgumentError, match="tokens"):
             fl.warmup(fl.RMSNorm(8), tokens=tokens)
+
+
+def test_whom_a_warm_up_waited_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precompile, "run", lambda jobs, advance: {"triton": 31.2, "xqa": 75.54})
+    report = fl.warmup(fl.RMSNorm(8), max_tokens=4, progress=False)
+    assert re.fullmatch(
+        r"\d+ calls side by side, the last of triton after 31.2 s, of xqa after 75.5 s", report.steps[0][0]
+    )
+    monkeypatch.setattr(precompile, "run", lambda jobs, advance: {"triton": 31.2})
+    report = fl.warmup(fl.RMSNorm(8), max_tokens=4, progress=False)
+    assert re.fullmatch(r"\d+ calls side by side", report.steps[0][0])
 
 
 def test_layers_inside_that_cannot_be_called_are_named(caplog: pytest.LogCaptureFixture) -> None:

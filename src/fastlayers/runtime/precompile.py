@@ -10,6 +10,7 @@ threads                      Triton's compiler lets others run while it works; o
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -188,12 +189,18 @@ def _rows_and_cache(layer: Any, tokens: int, pages: int) -> tuple[torch.Tensor, 
     return x, spec.allocate(pages + 1, device)[0]
 
 
-def run(jobs: Sequence[Job], advance: Callable[[str], None], *, threads: int = THREADS) -> None:
+def run(jobs: Sequence[Job], advance: Callable[[str], None], *, threads: int = THREADS) -> dict[str, float]:
     """Run jobs: those of few tokens side by side, the rest one after another; the first error ends it.
 
     Jobs of one package are never at work at the same time, except Triton's. Neighbours need the same kernels, and who
     needs one that is being compiled waits: so jobs come from all over the list.
+
+    Returns
+    -------
+    dict[str, float]
+        For each package the seconds after which its last job of few tokens had ended: whom a warm-up waited for.
     """
+    begin, ended = time.perf_counter(), {}
     small = [
         job for _, job in sorted(enumerate(jobs), key=lambda job: job[0] * GOLDEN % 1) if job.tokens <= SIDE_BY_SIDE
     ]
@@ -218,6 +225,8 @@ def run(jobs: Sequence[Job], advance: Callable[[str], None], *, threads: int = T
         except BaseException as error:
             stopped.append(error)
             raise
+        if job.tokens <= SIDE_BY_SIDE:
+            ended[job.package] = time.perf_counter() - begin
 
     if cuda:
         torch.cuda.synchronize()  # weights are there before other streams read them
@@ -233,3 +242,4 @@ def run(jobs: Sequence[Job], advance: Callable[[str], None], *, threads: int = T
             work(job)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+    return ended

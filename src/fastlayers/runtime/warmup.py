@@ -189,8 +189,11 @@ def _run(
     with compile_log.counted() as seen, _bar(len(jobs) + len(calls), progress) as advance:
         if jobs:
             begin = time.perf_counter()
-            precompile.run(jobs, advance)
-            steps.append((f"{len(jobs)} calls side by side", time.perf_counter() - begin, len(seen())))
+            ended = precompile.run(jobs, advance)
+            label = f"{len(jobs)} calls side by side"
+            if len(ended) > 1:
+                label += ", the last of " + ", of ".join(f"{name} after {took:.1f} s" for name, took in ended.items())
+            steps.append((label, time.perf_counter() - begin, len(seen())))
         for label, call in calls:
             before, begin = len(seen()), time.perf_counter()
             advance(label)
