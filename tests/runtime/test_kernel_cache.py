@@ -154,7 +154,11 @@ def test_only_imported_packages_are_looked_at(tmp_path: Path, monkeypatch: pytes
     assert cached_kernels() == {"deep_gemm/kernel.gemm.1"}
     monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
     assert cached_kernels() == {"deep_gemm/kernel.gemm.1", "flashinfer/mla.so"}
-    assert STORES["triton"].kernels() == {"triton/k.cubin"}
+    assert STORES["triton"].kernels() == {"triton/ABC/k.cubin"}
+    other = STORES["triton"].directory() / "DEF"
+    other.mkdir()
+    (other / "k.cubin").write_bytes(b"another configuration of it")
+    assert len(STORES["triton"].kernels()) == 2
 
 
 def test_an_archive_moves_kernels_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

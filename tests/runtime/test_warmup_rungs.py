@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +19,7 @@ from fastlayers.attention.meta import AttentionState
 from fastlayers.device import DESCRIBED, Package
 from fastlayers.layer import Layer
 from fastlayers.quant.spec import QuantSpec
-from fastlayers.runtime import precompile
+from fastlayers.runtime import builds, kernel_cache, precompile
 from fastlayers.runtime.attention_steps import Step, arguments, kind_of, of_each_kind
 from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
 from fastlayers.runtime.warmup import _examples
@@ -55,9 +55,12 @@ class Prefill:
 
 
 @pytest.fixture
-def h200(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Have layers choose as on an H200 with these packages, which do nothing."""
+def h200(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
+    """Have layers choose as on an H200 with these packages, which do nothing, and whose modules none was built of."""
     here = ("triton", *request.param)
+    for store in kernel_cache.STORES.values():
+        monkeypatch.setenv(store.variable, str(tmp_path / store.package))
+    builds.refresh()
 
     def package(name: str, *, load: bool) -> Package:
         return Package(name, "ok", "1", None) if name in here else Package(name, "absent", None, "not here")
@@ -76,6 +79,8 @@ def h200(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Non
     monkeypatch.setattr(Layer, "device_type", torch.device("cpu"))
     draw = fl.Sampler.forward
     monkeypatch.setattr(fl.Sampler, "forward", lambda *given, **more: draw(*given, **more).zero_())
+    yield
+    builds.refresh()
 
 
 with_packages = pytest.mark.parametrize("h200", [("flashinfer",), ()], indirect=True, ids=["packages", "triton"])

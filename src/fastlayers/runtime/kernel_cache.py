@@ -67,6 +67,8 @@ class KernelStore:
         Pattern of finished kernels below the directory.
     within : str
         What is the cache of it: flashinfer's variable is a home directory.
+    parts : int
+        How many of the last parts of a path tell a kernel from others: Triton's files are called as their functions.
     """
 
     package: str
@@ -74,6 +76,7 @@ class KernelStore:
     usual: str
     compiled: str
     within: str = "."
+    parts: int = 1
 
     def directory(self) -> Path:
         """Return the directory in use."""
@@ -81,11 +84,11 @@ class KernelStore:
 
     def kernels(self) -> set[str]:
         """Return the names of the finished kernels."""
-        return {f"{self.package}/{path.name}" for path in self.directory().glob(self.compiled)}
+        return {"/".join((self.package, *path.parts[-self.parts :])) for path in self.directory().glob(self.compiled)}
 
 
 STORES = {
-    "triton": KernelStore("triton", "TRITON_CACHE_DIR", ".triton/cache", "*/*.cubin"),
+    "triton": KernelStore("triton", "TRITON_CACHE_DIR", ".triton/cache", "*/*.cubin", parts=2),
     "deep_gemm": KernelStore("deep_gemm", "DG_JIT_CACHE_DIR", ".deep_gemm", "cache/*"),
     "flashinfer": KernelStore(
         "flashinfer", "FLASHINFER_WORKSPACE_BASE", "", ".cache/flashinfer/*/*/cached_ops/*/*.so", ".cache/flashinfer"
