@@ -352,7 +352,7 @@ def _tables() -> Iterator[Part]:
         command = f"fastlayers tune {arguments} --quick --seconds {seconds} --out {{dir}}"
         yield Part(f"retune.{name}", command, f"tuned/{layer}", seconds + 5, "10, 16: stale tables", needs)
     # Behind the tuner, which times calls alone: which of what is nearly alike is the fastest in whole steps.
-    steps = (("qwen3_8b", "32 8 4 2 16", 105), ("qwen3_30b_a3b", "1", 35), ("gpt_oss_20b", "1", 30))
+    steps = (("qwen3_8b", "32 8 4 2 16", 105), ("qwen3_30b_a3b", "32 1", 95), ("gpt_oss_20b", "32 1", 80))
     for model, rows, took in steps:
         needs = ("triton_kernels",) if model == "gpt_oss_20b" else ()
         command = f"benchmarks/whole_steps.py {model} --rows {rows} --seconds {took} --out {{out}}"
