@@ -182,7 +182,9 @@ def rows_of(port: int, end: float, options: argparse.Namespace) -> Iterator[Row]
         row["cached_share"] = round(hits["cached_share"], 4)
     yield row
     count = min(options.arrivals, int(rate * (end - time.monotonic() - 12)))
-    if count >= 4:
+    if count < options.arrivals and not options.small:
+        yield {"row": "arrivals", "left_out": f"there was time for {max(0, count)} of {options.arrivals}"}
+    elif count >= 4:
         flags = "--num-prompts", count, "--request-rate", round(rate, 2), "--seed", 4, "--metric-percentiles", "99,100"
         before, stood = waits(port), stalls(port)
         with Machine() as machine:
@@ -304,7 +306,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="+", help="names that fastlayers serve knows, or tiny")
     parser.add_argument("--seconds", type=float, default=150.0, help="of each model, its start included")
-    parser.add_argument("--arrivals", type=int, default=2000, help="of these so many, or what there is time for")
+    parser.add_argument("--arrivals", type=int, default=2000, help="of these so many, or none: fewer are another load")
     parser.add_argument("--tp", type=int, default=1, help="ranks of each attention group of a server")
     parser.add_argument("--attn-dp-size", type=int, default=1, help="attention groups")
     parser.add_argument("--ep", type=int, default=1, help="groups that split the experts")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import adopt
 import machine
 import serve_rows
 
@@ -57,6 +58,22 @@ def test_a_start_that_compiled_is_told_and_repeated(
     assert rows[0] == {"row": rows[0]["row"], "ready_s": 2.0, "compiled": new, "parts": [["imports", 0.5]]}
     assert rows[-3]["compiled"] == (0 if again else new)
     assert starts == ["start", "stop"] * (1 + again)
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_fewer_arrivals_than_were_asked_for_are_no_result(monkeypatch: pytest.MonkeyPatch, small: bool) -> None:
+    monkeypatch.setattr(serve_rows, "bench", lambda port, end, *flags: {"request_throughput": 100.0})
+    monkeypatch.setattr(serve_rows, "short", lambda found, *names: {})
+    for name in ("waits", "stalls"):
+        monkeypatch.setattr(serve_rows, name, lambda port: {})
+    monkeypatch.setattr(serve_rows, "standing", lambda *given: [])
+    options = argparse.Namespace(small=small, at_once=False, arrivals=2000)
+    *_, last = serve_rows.rows_of(1, time.monotonic() + 13, options)
+    if small:
+        assert last["row"] == "arrivals" and 60 <= last["requests"] <= 70
+    else:
+        assert last["left_out"].startswith("there was time for ") and last["left_out"].endswith(" of 2000")
+        assert adopt.LEFT_OUT & last.keys()
 
 
 def test_the_longest_stalls_since_the_watch_began(monkeypatch: pytest.MonkeyPatch) -> None:
