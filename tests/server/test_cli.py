@@ -71,7 +71,7 @@ def broken_package(folder: Path, name: str, text: str) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("name", ["deep_gemm", "sgl_kernel", "triton"])
+@pytest.mark.parametrize("name", [pytest.param("deep_gemm", marks=pytest.mark.slow), "sgl_kernel", "triton"])
 def test_a_broken_package_fails_the_doctor_and_nothing_else(tmp_path: Path, name: str) -> None:
     path = broken_package(tmp_path, name, "raise OSError('libcudart.so.99 is missing')\n")
     # The library first: it is not to depend on what the doctor has looked at.

@@ -74,11 +74,16 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-# Captured, each request alone is captured, too: of one model only, unless there is time.
+# Every way of one model, and every model in a batch; of the rest what there is time for.
+USUAL = {
+    "deepseek": ("a batch", "chunks of 40", "preempted"),
+    "qwen": ("a batch", "no cache", "chunks of a piece", "preempted, ahead, captured"),
+    "gpt_oss": ("a batch", "one at a time", "preempted"),
+}
 CASES = [
-    pytest.param(name, way, marks=[pytest.mark.slow] * ("captured" in options and name != "qwen"))
-    for name in ("deepseek", "qwen", "gpt_oss")
-    for way, options in WAYS.items()
+    pytest.param(name, way, marks=[pytest.mark.slow] * (way not in usual))
+    for name, usual in USUAL.items()
+    for way in WAYS
 ]
 
 

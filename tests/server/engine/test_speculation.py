@@ -324,8 +324,10 @@ def test_a_tree_of_the_draft_layer_takes_fewer_steps_than_a_chain(captured: bool
     assert steps[3] < steps[1]
 
 
-@pytest.mark.parametrize("topk", [1, 2])
-@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize(
+    ("same", "topk"),
+    [(True, 2), (False, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((True, 1), (False, 2)))],
+)
 def test_another_model_drafts(topk: int, same: bool) -> None:
     """A model that drafts for itself is always right; one that was made of other dice hardly ever. Tokens are equal."""
     model, rows, new, k = make_model("qwen", 64), prompts(4), 40, 3
