@@ -6,6 +6,7 @@ import json
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -175,7 +176,8 @@ def test_rows_on_deep_gemm_name_the_counts_that_they_compile_for() -> None:
     assert all(list(row.load().token_counts(None, 200)) == [64, 128, 192] for row in rows)
 
 
-def test_jobs_of_a_package_never_overlap_and_tritons_do() -> None:
+def test_jobs_of_a_package_never_overlap_and_tritons_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
     lock, inside, most = threading.Lock(), {"deep_gemm": 0, "triton": 0}, {"deep_gemm": 0, "triton": 0}
     meet = threading.Barrier(3, timeout=20)
 
@@ -196,6 +198,21 @@ def test_jobs_of_a_package_never_overlap_and_tritons_do() -> None:
     ended = precompile.run([*jobs, precompile.Job("large", 10**6, "triton", lambda: None)], said.append)
     assert ended.keys() == inside.keys() and all(0 < took < 20 for took in ended.values())
     assert most == {"deep_gemm": 1, "triton": 3} and said[-1] == "large" and len(said) == 7
+
+
+def test_no_jobs_overlap_with_tritons_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    inside, most = [], []
+
+    def work() -> None:
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.002)
+        inside.pop()
+
+    jobs = [precompile.Job(f"{package} {i}", 1, package, work) for package in ("triton", "xqa") for i in range(8)]
+    assert precompile.run(jobs, lambda label: None).keys() == {"triton", "xqa"}
+    assert most == [1] * 16
 
 
 def test_one_layer_of_each_kind() -> None:

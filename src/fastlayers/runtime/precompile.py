@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastlayers import env
 from fastlayers.attention.buckets import ExtendBucket, ExtendBuckets
 from fastlayers.attention.context_buckets import CONTEXTS
 from fastlayers.layer import Layer
@@ -192,8 +193,9 @@ def _rows_and_cache(layer: Any, tokens: int, pages: int) -> tuple[torch.Tensor, 
 def run(jobs: Sequence[Job], advance: Callable[[str], None], *, threads: int = THREADS) -> dict[str, float]:
     """Run jobs: those of few tokens side by side, the rest one after another; the first error ends it.
 
-    Jobs of one package are never at work at the same time, except Triton's. Neighbours need the same kernels, and who
-    needs one that is being compiled waits: so jobs come from all over the list.
+    Jobs of one package are never at work at the same time, except Triton's; with Triton's interpreter, whose place in a
+    grid is one for all threads, no two jobs are. Neighbours need the same kernels, and who needs one that is being
+    compiled waits: so jobs come from all over the list.
 
     Returns
     -------
@@ -205,7 +207,8 @@ def run(jobs: Sequence[Job], advance: Callable[[str], None], *, threads: int = T
         job for _, job in sorted(enumerate(jobs), key=lambda job: job[0] * GOLDEN % 1) if job.tokens <= SIDE_BY_SIDE
     ]
     packages = dict.fromkeys(job.package for job in small)
-    pools = {name: ThreadPoolExecutor(threads if name == "triton" else 1) for name in packages}
+    one = ThreadPoolExecutor(1) if env.triton_interpret() else None
+    pools = {name: one or ThreadPoolExecutor(threads if name == "triton" else 1) for name in packages}
     stopped: list[BaseException] = []
     cuda = torch.cuda.is_available()
     device = torch.cuda.current_device() if cuda else -1
