@@ -26,6 +26,11 @@ def flags_of(kind: Any) -> dict[str, Any]:
     return {field.name: field for field in dataclasses.fields(kind) if field.metadata}
 
 
+def spellings(field: Any) -> tuple[str, ...]:
+    """Return how a field's flag may be written: our spelling first, then peers'."""
+    return ("--" + field.name.replace("_", "-"), *field.metadata["aliases"])
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
         raise ArgumentError(self.prog, "the command line", message, f"what '{self.prog} --help' lists")
@@ -38,7 +43,7 @@ def parser_of(kind: type, prog: str, description: str, positional: str = "") -> 
         made.add_argument(positional, nargs="?", default=None, help="the same as --" + positional.lower())
     for name, field in flags_of(kind).items():
         facts = field.metadata
-        spelled = ["--" + name.replace("_", "-"), *facts["aliases"]]
+        spelled = spellings(field)
         if isinstance(field.default, bool):
             made.add_argument(*spelled, dest=name, action="store_true", default=None, help=facts["help"])
             continue

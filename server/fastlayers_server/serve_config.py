@@ -18,7 +18,7 @@ from typing import Any
 from fastlayers.comm.ranks import Ranks
 from fastlayers.errors import ArgumentError
 from fastlayers_server.engine.config import EngineConfig, drafting
-from fastlayers_server.flags import flag, flags_of, given_values, parser_of, typed
+from fastlayers_server.flags import flag, flags_of, given_values, parser_of, spellings, typed
 
 log = logging.getLogger("fastlayers.serve")
 DAY = (0, 86_400)
@@ -78,11 +78,7 @@ class ServeConfig(EngineConfig):
 NAMES: Mapping[str, Any] = MappingProxyType(flags_of(ServeConfig))
 # Every spelling of a flag, in a command line or a file -> its field.
 SPELLED: Mapping[str, str] = MappingProxyType(
-    {
-        spelled: name
-        for name, field in NAMES.items()
-        for spelled in ("--" + name.replace("_", "-"), *field.metadata["aliases"])
-    }
+    {spelled: name for name, field in NAMES.items() for spelled in spellings(field)}
 )
 LATER = "a server runs on the GPUs of one host"
 NEVER: Mapping[str, str] = MappingProxyType(
