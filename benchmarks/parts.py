@@ -386,6 +386,7 @@ HISTORY = {
     "decode_steps.jsonl": "experiments with kernels that were changed for them; benchmarks/notes/decode_phases.md",
     "doctor_h200.txt": "what `fastlayers doctor --run` and `fastlayers bench model` said once",
     "host_ab_h200.jsonl": "two trees by turns, one of them older than prepared launches; host_time.* measures today's",
+    "host_by_machine_h200.jsonl": "host_time.* and cold_start.* on slower hosts, at the page's commit",
     "cutlass_boundary_h200.jsonl": "sgl_kernel's experts around 2,048 rows: among the rows of products since",
     "serve_pace_h200.jsonl": "what servers did from commit to commit; serve.* measures today's",
 }
