@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
 import platform
+import signal
 import sys
 import tempfile
 from collections import Counter, defaultdict
@@ -25,8 +27,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--commit", default="", help="commit to name in the summary where there is no git")
 
 
-def pytest_configure() -> None:
-    """Where kernels are interpreted, have that go faster; see ``quick_interpreter.py``."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Where kernels are interpreted, have that go faster (``quick_interpreter.py``); say where an ended run stood."""
+    if config.getoption("--summary"):
+        faulthandler.register(signal.SIGTERM, chain=True)
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.path.insert(0, str(Path(__file__).parent))
         from quick_interpreter import hasten
@@ -147,7 +151,9 @@ def summary(terminalreporter: pytest.TerminalReporter) -> dict[str, object]:
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print which case caught which planted bug."""
-    if path := terminalreporter.config.getoption("--summary"):
+    # A worker whose run is ended has a reporter, too, which knows its own tests only.
+    here = not hasattr(terminalreporter.config, "workerinput")
+    if here and (path := terminalreporter.config.getoption("--summary")):
         Path(path).write_text(json.dumps(summary(terminalreporter), indent=1) + "\n")
     rows: dict[str, list[str]] = defaultdict(list)
     for outcome in ("passed", "failed"):
