@@ -37,7 +37,7 @@ from generate import MODELS, prompts_of, randomize  # noqa: E402
 import fastlayers as fl  # noqa: E402
 from fastlayers.device import as_device, package  # noqa: E402
 from fastlayers.runtime import compile_log  # noqa: E402
-from fastlayers.tuning.provenance import provenance  # noqa: E402
+from fastlayers.tuning.provenance import loop_ms, provenance  # noqa: E402
 from fastlayers_models.auto import family_of  # noqa: E402
 from fastlayers_models.generate import Generator  # noqa: E402
 
@@ -110,8 +110,8 @@ def main() -> None:
     # Found, not imported: who needs them imports them, on the clock.
     installed = [name for name in ("deep_gemm", "flashinfer", "sgl_kernel") if not package(name, load=False).reason]
     rows: list[dict[str, Any]] = [{
-        "command": "python " + " ".join(sys.argv), **provenance(), "torch": torch.__version__, "packages": installed,
-        "device": str(as_device(options.device)),
+        "command": "python " + " ".join(sys.argv), **provenance(), "loop_ms": loop_ms(), "torch": torch.__version__,
+        "packages": installed, "device": str(as_device(options.device)),
     }]  # fmt: skip
     print(json.dumps(rows[0]), flush=True)
     for row in bench(options.model, options):

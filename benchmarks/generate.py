@@ -31,7 +31,7 @@ from torch import nn  # noqa: E402
 import fastlayers as fl  # noqa: E402
 from fastlayers.attention.meta import AttentionBatch  # noqa: E402
 from fastlayers.device import OPTIONAL_PACKAGES, as_device, package  # noqa: E402
-from fastlayers.tuning.provenance import provenance  # noqa: E402
+from fastlayers.tuning.provenance import loop_ms, provenance  # noqa: E402
 from fastlayers_models.auto import family_of  # noqa: E402
 from fastlayers_models.generate import Generator  # noqa: E402
 from fastlayers_models.step import StepKey  # noqa: E402
@@ -290,7 +290,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="also the kernels of one step")
     options = parser.parse_args()
     lines: list[dict[str, Any]] = [{
-        "command": "python " + " ".join(sys.argv), **provenance(), "torch": torch.__version__,
+        "command": "python " + " ".join(sys.argv), **provenance(), "loop_ms": loop_ms(), "torch": torch.__version__,
         "fastlayers": fl.__version__, "device": str(as_device("cuda")),
         "packages": {name: found for name in OPTIONAL_PACKAGES if (found := package(name, load=False).version)},
     }]  # fmt: skip

@@ -33,7 +33,7 @@ from machine import Machine, touch
 
 from fastlayers.device import as_device
 from fastlayers.runtime.kernel_cache import STORES, ensure
-from fastlayers.tuning.provenance import provenance
+from fastlayers.tuning.provenance import loop_ms, provenance
 
 CLI = [sys.executable, "-m", "fastlayers_server.cli"]
 PROMPT, ANSWER = 512, 128
@@ -321,7 +321,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     device = str(as_device(options.device))
-    head = {"command": "python " + " ".join(sys.argv), **provenance(), "torch": torch.__version__, "device": device}
+    about = {"loop_ms": loop_ms(), "torch": torch.__version__, "device": device}
+    head = {"command": "python " + " ".join(sys.argv), **provenance(), **about}
     ensure()
     tell(head | {"touched_s": touch(options.touch_gib)}, options.out)
     for model in options.models:

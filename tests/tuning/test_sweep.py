@@ -80,6 +80,7 @@ def test_rows_have_both_floors_and_say_which_is_auto() -> None:
     with pytest.raises(UnknownNameError, match="deep_gemm"):
         chosen_options(bench, ["nothing"])
     assert describe_run(CPU)["device"] == "cpu" and describe_run(CPU)["packages"]["transformers"]
+    assert describe_run(CPU)["loop_ms"] > 0
 
 
 def test_inputs_are_drawn_on_the_device_whatever_torch_remembers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from fastlayers.registry.spec import EXACT, Bound, Case
 from fastlayers.runtime import builds
 from fastlayers.tuning.clock import Timed, measure_enough
 from fastlayers.tuning.parity import compare
-from fastlayers.tuning.provenance import provenance
+from fastlayers.tuning.provenance import loop_ms, provenance
 from fastlayers.tuning.samples import Option
 from fastlayers.tuning.search import Bench
 from fastlayers.tuning.sweep import inputs_of, peak_flops
@@ -37,7 +37,7 @@ def describe_run(device: torch.device | str) -> dict[str, Any]:
         **provenance(), "built": builds.summary(),
         "fastlayers": fl.__version__, "python": platform.python_version(), "torch": torch.__version__,
         "packages": {name: version for name, version in found.items() if version is not None},
-        "device": str(as_device(device)), "threads": torch.get_num_threads(),
+        "device": str(as_device(device)), "threads": torch.get_num_threads(), "loop_ms": loop_ms(),
     }  # fmt: skip
 
 
