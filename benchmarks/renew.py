@@ -41,12 +41,15 @@ Row = dict[str, Any]
 
 
 def chosen(patterns: Sequence[str], page: bool = False) -> list[Part]:
-    """Return the parts whose names match, in the order of value; all without a pattern. ``page``: of the page alone."""
+    """Return the parts whose names match, as the patterns stand, then in the order of value; all without a pattern.
+
+    ``page``: of the page alone.
+    """
     for pattern in patterns:
         if not any(fnmatchcase(part.name, pattern) for part in PARTS):
             raise typer.BadParameter(f"{pattern!r}: no such part; known: {', '.join(part.name for part in PARTS)}")
-    found = [part for part in PARTS if not patterns or any(fnmatchcase(part.name, each) for each in patterns)]
-    return [part for part in found if part.on_page or not page]
+    found = [part for pattern in patterns or ["*"] for part in PARTS if fnmatchcase(part.name, pattern)]
+    return [part for part in dict.fromkeys(found) if part.on_page or not page]
 
 
 def expected(part: Part) -> int:
@@ -101,6 +104,7 @@ class Runner:
     lacks: set[str] = field(default_factory=set)
     pack: Path | None = None
     running: dict[str, tuple[Part, subprocess.Popen[bytes], list[str], float]] = field(default_factory=dict)
+    took: list[tuple[float, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Count the GPUs, of which none is in use yet."""
@@ -130,9 +134,15 @@ class Runner:
         few = f"needs {part.gpus} GPUs" if part.gpus > self.count else ""
         return f"lacks {', '.join(lacks)}" if lacks else few
 
+    @property
+    def slowness(self) -> float:
+        """By how much parts took longer here than expected, at least 1: what would be cut off is better not begun."""
+        seconds, wanted = (sum(each) for each in zip((0.0, 0.0), *self.took, strict=True))
+        return max(1.0, seconds / wanted) if wanted else 1.0
+
     def next_of(self, waiting: list[Part]) -> Part | None:
         """Return what to start now; behind one that waits for all GPUs, nothing that would make it wait longer."""
-        now, most = time.monotonic(), self.end - time.monotonic()
+        now, most = time.monotonic(), (self.end - time.monotonic()) / self.slowness
         busy = [part for part, *_ in self.running.values()]
         for part in waiting:
             if expected(part) > most or self.why_not(part):
@@ -165,6 +175,7 @@ class Runner:
         for name, (part, process, _, begin) in list(self.running.items()):
             now = time.monotonic()
             if process.poll() is not None:
+                self.took.append((now - begin, float(expected(part))))
                 self.stop(name, "failed" if process.returncode else missing(part, self.out / name) or "complete")
             elif now > self.end:
                 self.stop(name, "no time was left")

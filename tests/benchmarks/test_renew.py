@@ -120,6 +120,21 @@ def test_the_budget_ends_what_runs_and_what_does_not_fit_waits(renew: Any, fake:
     assert found["small"]["exit_code"] is None
 
 
+def test_a_slow_machine_begins_nothing_that_it_would_cut_off(renew: Any, fake: Any, tmp_path: Path) -> None:
+    """Each takes twice as long as expected: the third's 25 seconds would not be enough, of the 38 that are left."""
+    late = f"time.sleep(1)\n{WRITES}"
+    fake(("first", late, 0.5), ("second", late, 0.5), ("third", WRITES, 25))
+    found = run(renew, tmp_path / "out", "--budget", "40")
+    assert [found[name]["state"] for name in ("first", "second", "third")] == ["complete"] * 2 + ["no time is left"]
+    assert found["third"]["exit_code"] is None
+
+
+def test_parts_are_taken_in_the_order_that_is_asked_for(renew: Any, fake: Any) -> None:
+    fake(("first", WRITES, 1), ("second", WRITES, 1), ("third", WRITES, 1))
+    assert [part.name for part in renew.chosen(["third", "*ir*"])] == ["third", "first"]
+    assert [part.name for part in renew.chosen([])] == ["first", "second", "third"]
+
+
 def test_lanes_run_side_by_side_and_two_gpus_wait_for_both(renew: Any, fake: Any, tmp_path: Path) -> None:
     seen = f"import os\n{HEAD}head['gpus'] = os.environ['CUDA_VISIBLE_DEVICES']\nhead['begin'] = time.time()\n"
     timed = f"{seen}time.sleep(1)\nhead['end'] = time.time()\nopen(out, 'w').write(json.dumps(head))"
