@@ -342,7 +342,7 @@ def _tables() -> Iterator[Part]:
         ("rms_norm", "Qwen/Qwen3-8B Qwen/Qwen3-30B-A3B openai/gpt-oss-20b --layer rms_norm", ()),
         ("linear", "Qwen/Qwen3-8B Qwen/Qwen3-30B-A3B openai/gpt-oss-20b --layer linear", ()),
         ("fp8_linear_tp8", "deepseek-ai/DeepSeek-V3 --tp 8 --layer fp8_linear", PACKAGES),
-        ("int8_linear", "--layer int8_linear --shape N=2048,K=3072 --shape N=4096,K=4096", ()),
+        ("int8_linear", "--layer int8_linear --shape N=2048,K=3072 --shape N=21888,K=4096", ("sgl_kernel",)),
         ("weight_only_linear", "--layer weight_only_linear --shape N=6144,K=4096 --tokens 1,4,16,64", ()),
     )
     # FlashInfer builds its kernels meanwhile; 80 seconds measured the first token count, or all but the last.

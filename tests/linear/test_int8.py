@@ -11,6 +11,7 @@ from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.errors import ArgumentError
 from fastlayers.linear.int8.layer import Int8Linear, Int8LinearConfig, quantize_channel_weight
 from fastlayers.linear.int8.torch import TorchInt8Linear, exact_float_mm
+from fastlayers.linear.int8.triton import TritonInt8Linear
 from fastlayers.weights import slots
 
 BACKENDS = ("torch", "triton", "reference")
@@ -150,3 +151,28 @@ def test_few_features(in_features: int) -> None:
     for _ in range(3):  # memory of what ran before
         torch.full((5, 33), 123456, dtype=torch.int32)
         assert torch.equal(layer(x), layer.weight.float().sum(1).mul(127.0).expand(5, 33))
+
+
+@pytest.mark.parametrize("rows", [3, 70])
+def test_every_tile_that_a_tuner_tries_gives_the_same_bits(rows: int) -> None:
+    """Sums of int8 are exact, however K is split; the rule's own tile comes first."""
+    cfg = Int8LinearConfig(1100, 40, True, torch.float32)
+    codes, scale = quantize_channel_weight(torch.randn(40, 1100))
+    x, bias = torch.randn(rows, 1100), torch.randn(40)
+    tried = TritonInt8Linear.candidates(cfg, rows)
+    assert len(tried) > 3 and len({tuple(each.items()) for each in tried}) == len(tried)
+    assert rows > 64 or {1, 2} <= {each["SPLITS"] for each in tried}
+    wanted = TritonInt8Linear(cfg)(x, codes, scale, bias)
+    for config in tried:
+        assert torch.equal(TritonInt8Linear(cfg, config)(x, codes, scale, bias), wanted), config
+
+
+def test_tiles_fit_a_gpu_and_a_bad_one_is_named() -> None:
+    wide = Int8LinearConfig(4096, 21888)
+    for rows in (1, 4, 16, 64, 512, 8192):
+        tried = TritonInt8Linear.candidates(wide, rows)
+        assert 4 <= len(tried) <= 20
+        # 227 KiB of shared memory hold the stages of both operands.
+        assert all((c["BLOCK_M"] + c["BLOCK_N"]) * 128 * c["num_stages"] <= 227 * 1024 for c in tried)
+    with pytest.raises(ArgumentError, match="the keys BLOCK_M, BLOCK_N, num_warps, num_stages, SPLITS"):
+        TritonInt8Linear(wide, {"BLOCK_M": 16})

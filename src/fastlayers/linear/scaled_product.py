@@ -7,7 +7,7 @@ y[T, N]       = round( (q · weight[N, K]ᵀ) · s[T] · weight_scale[N] + bias[
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -21,7 +21,7 @@ class ScaledProduct:
     """One kernel quantises the rows, the next multiplies; a format says how to quantise, a backend who multiplies."""
 
     # Takes q, s, weight, weight_scale, bias and the dtype of y.
-    multiply: ClassVar[Callable[..., torch.Tensor]]
+    multiply: Callable[..., torch.Tensor]
 
     def __init__(self, cfg: Any) -> None:
         self.cfg = cfg

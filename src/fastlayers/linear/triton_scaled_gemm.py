@@ -9,17 +9,23 @@ exactly.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import triton.language as tl
 
-from fastlayers.integers import cdiv
-from fastlayers.linear.scaled_product import empty_product
-from fastlayers.linear.triton_gemm import tile_for, tile_origin
+from fastlayers.errors import check_keys
+from fastlayers.integers import cdiv, next_power_of_2
+from fastlayers.linear.quantised import QuantisedLinearConfig
+from fastlayers.linear.scaled_product import ScaledProduct, empty_product
+from fastlayers.linear.triton_gemm import MAX_SPLITS, TARGET_PROGRAMS, Tile, tile_for, tile_origin
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
 from fastlayers.triton_lang import cast, dot
 
 BLOCK_K = 128
+# Names of a tile's fields, in their order: an operator's schema knows integers, not mappings.
+PARAMETERS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "SPLITS")
 
 
 # Nothing that depends on the number of tokens is specialised on: no compilation after the warm-up.
@@ -86,17 +92,18 @@ def _add_scaled_splits_kernel(
 @operator("scaled_gemm", empty_product)
 def scaled_gemm(
     q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
-    dtype: torch.dtype,
+    dtype: torch.dtype, config: list[int],
 ) -> torch.Tensor:  # fmt: skip
     """Return ``y`` ``[M, N]`` for int8 or e4m3 codes ``q`` ``[M, K]`` with scales ``s`` ``[M]``.
 
-    With few rows K is split, and a second kernel adds the parts.
+    With few rows K is split, and a second kernel adds the parts. ``config``: values of :data:`PARAMETERS`; empty: by
+    rule.
     """
     m, (n, k) = q.shape[0], weight.shape
     y = empty_product(q, weight, dtype)
     if m == 0:
         return y
-    tile, integers = tile_for(m, n, cdiv(k, BLOCK_K)), q.dtype == torch.int8
+    tile, integers = Tile(*config) if config else tile_for(m, n, cdiv(k, BLOCK_K)), q.dtype == torch.int8
     target = y
     if tile.splits > 1:
         target = q.new_empty(tile.splits, m, n, dtype=torch.int32 if integers else torch.float32)
@@ -112,3 +119,40 @@ def scaled_gemm(
             SPLITS=tile.splits, HAS_BIAS=bias is not None, BLOCK=1024,
         )  # fmt: skip
     return y
+
+
+def candidates(cfg: QuantisedLinearConfig, num_tokens: int) -> list[dict[str, int]]:
+    """Return the parameters worth measuring for this many rows, the rule's own first."""
+    n, blocks = cfg.out_features, cdiv(cfg.in_features, BLOCK_K)
+    found = [tile_for(num_tokens, n, blocks)]
+    if num_tokens <= 64:
+        m = max(16, next_power_of_2(num_tokens))
+        shapes = [(m, 32, 4, 5), (m, 64, 4, 5), (m, 64, 4, 3), (m, 128, 4, 4)]
+    else:
+        shapes = [(64, 64, 4, 4), (64, 128, 4, 4), (64, 256, 8, 3), (128, 128, 8, 4), (128, 128, 8, 3)]
+        shapes.append((128, 256, 8, 3))
+    for shape in shapes:
+        most = min(MAX_SPLITS, blocks // 4, 2 * TARGET_PROGRAMS // Tile(*shape, 1).grid(num_tokens, n)[0])
+        found += [Tile(*shape, splits) for splits in (1, 2, 4, 8, 16) if splits == 1 or splits <= most]
+    unique = dict.fromkeys((t.m, t.n, t.warps, t.stages, t.splits) for t in found)
+    return [dict(zip(PARAMETERS, each, strict=True)) for each in unique]
+
+
+class TiledProduct(ScaledProduct):
+    """Whose product is :func:`scaled_gemm`, in tiles by rule or as a table says."""
+
+    candidates = staticmethod(candidates)
+
+    def __init__(self, cfg: QuantisedLinearConfig, config: Mapping[str, int] | None = None) -> None:
+        super().__init__(cfg)
+        if config:
+            check_keys(cfg.layer, "config of the Triton backend", config, PARAMETERS)
+        self.config = [config[name] for name in PARAMETERS] if config else []
+
+    def multiply(
+        self, q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return the product of codes."""
+        y: torch.Tensor = scaled_gemm(q, s, weight, scale, bias, dtype, self.config)
+        return y

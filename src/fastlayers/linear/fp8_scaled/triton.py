@@ -9,7 +9,7 @@ import triton.language as tl
 from fastlayers.integers import next_power_of_2
 from fastlayers.linear.fp8_scaled.layer import EPS
 from fastlayers.linear.scaled_product import ScaledProduct
-from fastlayers.linear.triton_scaled_gemm import scaled_gemm
+from fastlayers.linear.triton_scaled_gemm import TiledProduct
 from fastlayers.operators import operator
 from fastlayers.quant.block_quant import E4M3, E4M3_MAX
 from fastlayers.quant.group_quant.triton import scale_of
@@ -97,7 +97,5 @@ class ScaledE4M3Codes(ScaledProduct):
         return found
 
 
-class TritonFP8ScaledLinear(ScaledE4M3Codes):
+class TritonFP8ScaledLinear(TiledProduct, ScaledE4M3Codes):
     """Two kernels (a scale for the whole call: three); with few rows K is split, and one more adds the parts."""
-
-    multiply = staticmethod(scaled_gemm)

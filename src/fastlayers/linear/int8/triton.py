@@ -8,7 +8,7 @@ import triton.language as tl
 from fastlayers.linear.fp8_scaled.triton import absmax_of_row, row_block
 from fastlayers.linear.int8.layer import EPS, LARGEST
 from fastlayers.linear.scaled_product import ScaledProduct
-from fastlayers.linear.triton_scaled_gemm import scaled_gemm
+from fastlayers.linear.triton_scaled_gemm import TiledProduct
 from fastlayers.operators import operator
 from fastlayers.quant.group_quant.triton import round_to_int8, scale_of
 from fastlayers.runtime.launch import kernel
@@ -59,7 +59,5 @@ class Int8Codes(ScaledProduct):
         return found
 
 
-class TritonInt8Linear(Int8Codes):
+class TritonInt8Linear(TiledProduct, Int8Codes):
     """Two kernels; with few rows K is split, and a third adds the int32 parts."""
-
-    multiply = staticmethod(scaled_gemm)
