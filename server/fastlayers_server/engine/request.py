@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from fastlayers_server.engine.cache import Node
 from fastlayers_server.engine.protocol import Submit, TokenLogprobs
@@ -102,8 +103,7 @@ class Tree(list[int]):
         self.parents = list(parents)
 
 
-@dataclass(slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, array_like=True):
     """A piece of a request that an extend computes.
 
     ``ids`` stand at positions ``start`` and on. The last ``samples`` of them are drawn from: 0 in the middle of a
@@ -133,9 +133,10 @@ def verifying(request: Request, draft: Sequence[int]) -> Chunk:
     return Chunk(request, request.kv, ids, len(ids), parents)
 
 
-@dataclass(slots=True)
-class TickPlan:
+class TickPlan(msgspec.Struct, array_like=True):
     """What one tick launches: prompts' chunks, drafts to verify, and one token for each decoding row.
+
+    To other ranks it travels as it is, with requests by their slots.
 
     Attributes
     ----------
@@ -158,15 +159,15 @@ class TickPlan:
     """
 
     tick: int
-    admitted: list[Request] = field(default_factory=list)
-    pages: list[tuple[int, int, int]] = field(default_factory=list)
-    poisoned: list[int] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
-    verify: list[Chunk] = field(default_factory=list)
-    rows: list[Request] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    sampled: list[Request] = field(default_factory=list)
-    special: list[tuple[int, Request, int]] = field(default_factory=list)
+    admitted: list[Request] = []
+    pages: list[tuple[int, int, int]] = []
+    poisoned: list[int] = []
+    chunks: list[Chunk] = []
+    verify: list[Chunk] = []
+    rows: list[Request] = []
+    starts: list[int] = []
+    sampled: list[Request] = []
+    special: list[tuple[int, Request, int]] = []
     masked: bool = False
     early: int = 0
     mixed: bool = False
@@ -192,8 +193,7 @@ class TickPlan:
         return sum(len(chunk.ids) for chunk in self.chunks)
 
 
-@dataclass(slots=True)
-class TickResult:
+class TickResult(msgspec.Struct, array_like=True):
     """The tokens of a tick, one list for each of ``plan.sampled``: rows, chunks that sample, verified drafts.
 
     A token of -1: the logits of that row were not finite. Log-probabilities are by place in ``sampled``; those of
@@ -201,5 +201,5 @@ class TickResult:
     """
 
     tokens: list[list[int]]
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    prompt_logprobs: list[tuple[Request, int, list[TokenLogprobs]]] = field(default_factory=list)
+    logprobs: dict[int, TokenLogprobs] = {}
+    prompt_logprobs: list[tuple[Request, int, list[TokenLogprobs]]] = []

@@ -50,13 +50,6 @@ class GroupsPlan:
         return []
 
 
-@dataclass
-class GroupsResult:
-    """What came of a :class:`GroupsPlan`, group by group."""
-
-    results: list[TickResult]
-
-
 class _All:
     """Attributes of several objects: numbers added up, what runs side by side."""
 
@@ -157,7 +150,7 @@ class Groups:
         """Decide what the next tick of every group launches."""
         return GroupsPlan([scheduler.plan(now) for scheduler in self.each])
 
-    def commit(self, plan: GroupsPlan, result: GroupsResult, now: float) -> None:
-        """Take the tokens of a launched plan."""
-        for scheduler, planned, found in zip(self.each, plan.plans, result.results, strict=True):
+    def commit(self, plan: GroupsPlan, results: Sequence[TickResult], now: float) -> None:
+        """Take the tokens of a launched plan, group by group."""
+        for scheduler, planned, found in zip(self.each, plan.plans, results, strict=True):
             scheduler.commit(planned, found, now)

@@ -18,12 +18,11 @@ from fastlayers.attention.meta import AttentionBatch, AttentionMeta
 from fastlayers.errors import CollectiveMismatch
 from fastlayers_models.groups import Together
 from fastlayers_server.engine.executor import TorchExecutor, TorchStep
-from fastlayers_server.engine.protocol import TokenLogprobs
 from fastlayers_server.engine.request import Chunk, Request, TickPlan, TickResult
 from fastlayers_server.engine.step import SlotStep
 from fastlayers_server.parallel.channel import Channel
 from fastlayers_server.parallel.frames import Mirror, encode
-from fastlayers_server.parallel.groups import GroupsPlan, GroupsResult
+from fastlayers_server.parallel.groups import GroupsPlan
 from fastlayers_server.parallel.leader import Leader
 
 REPORT = b"report"
@@ -37,15 +36,8 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     rows: tuple[int, ...]
 
 
-class Report(msgspec.Struct, frozen=True, array_like=True):
-    """What came of a plan; log-probabilities by place among those that were drawn for."""
-
-    tokens: list[list[int]]
-    logprobs: dict[int, TokenLogprobs]
-
-
 _pack = msgspec.msgpack.Encoder().encode
-_envelope, _report = msgspec.msgpack.Decoder(Envelope).decode, msgspec.msgpack.Decoder(Report).decode
+_envelope, _result = msgspec.msgpack.Decoder(Envelope).decode, msgspec.msgpack.Decoder(TickResult).decode
 
 
 class GroupSlotStep(SlotStep):
@@ -157,7 +149,7 @@ class GroupLeader(Leader):
         self._channel.tell(_pack(Envelope(tuple(map(encode, plan.plans)), extends, rows)))
         return TogetherStep(self._executor.launch_together(plan.plans[0], extends, rows), self)
 
-    def reported(self, result: Any) -> GroupsResult:
+    def reported(self, result: Any) -> list[TickResult]:
         """Return what all groups drew of their oldest plan.
 
         Raises
@@ -166,7 +158,7 @@ class GroupLeader(Leader):
             The ranks of a group drew other tokens.
         """
         self._channel.tell(REPORT)
-        found = [_report(each) for each in self._channel.collect(_packed(result()))]
+        found = [_result(each) for each in self._channel.collect(_pack(result()))]
         size = self._ranks_of_a_group
         for group in range(self._groups):
             for rank in range(group * size + 1, (group + 1) * size):
@@ -174,15 +166,11 @@ class GroupLeader(Leader):
                     raise CollectiveMismatch(
                         f"rank {rank} drew other tokens than rank {group * size} of its group; accepted: the same"
                     )
-        return GroupsResult([TickResult(each.tokens, each.logprobs) for each in found[::size]])
+        return found[::size]
 
     def explain(self) -> Any:
         """Of this rank; how many there are, and in how many groups."""
         return {**super().explain(), "groups": self._groups}
-
-
-def _packed(found: TickResult) -> bytes:
-    return _pack(Report(found.tokens, found.logprobs))
 
 
 def follow_together(executor: GroupExecutor, channel: Channel) -> None:
@@ -190,7 +178,7 @@ def follow_together(executor: GroupExecutor, channel: Channel) -> None:
     mirror, flying, group = Mirror(), deque[TorchStep](), executor.model.parallel.attn_dp.rank
     while (message := channel.hear()) is not None:
         if message == REPORT:
-            channel.collect(_packed(flying.popleft().result()))
+            channel.collect(_pack(flying.popleft().result()))
             continue
         told = _envelope(message)
         plan = mirror.plan(told.frames[group])[0]

@@ -29,9 +29,9 @@ from fastlayers_server.engine.scheduler import Scheduler
 from fastlayers_server.engine.startup import scheduler_config
 from fastlayers_server.parallel.channel import Channel
 from fastlayers_server.parallel.follower import follow
-from fastlayers_server.parallel.groups import Groups, GroupsPlan, GroupsResult
+from fastlayers_server.parallel.groups import Groups, GroupsPlan
 from fastlayers_server.parallel.leader import Leader
-from fastlayers_server.parallel.together import GroupExecutor, GroupLeader, Report, _pack, follow_together
+from fastlayers_server.parallel.together import GroupExecutor, GroupLeader, _pack, follow_together
 from fastlayers_server.serve_config import parse
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -114,7 +114,7 @@ def test_a_plan_of_all_groups() -> None:
     plan = made.plan(0.0)
     assert [each.extend_tokens for each in plan.plans] == [6, 3] and len(plan.chunks) == 3 and not plan.rows
     drawn = [TickResult([[10 * group]] * len(each.sampled)) for group, each in enumerate(plan.plans)]
-    made.commit(plan, GroupsResult(drawn), 0.0)
+    made.commit(plan, drawn, 0.0)
     assert {o.rid: o.ids for o in made.outputs} == {1: (0,), 3: (0,), 2: (10,)}
     following = made.plan(0.0)
     assert [len(each.rows) for each in following.plans] == [2, 1] and len(following.rows) == 3
@@ -139,7 +139,7 @@ class OneRank:
         self.said.append(message)
 
     def collect(self, data: bytes) -> list[bytes]:
-        return [data, *(_pack(Report(each, {})) for each in self.drawn)]
+        return [data, *(_pack(TickResult(each)) for each in self.drawn)]
 
 
 class Parallel:
@@ -155,9 +155,9 @@ def leader(channel: OneRank, groups: int, ranks: int) -> GroupLeader:
 
 def test_ranks_of_a_group_must_draw_alike() -> None:
     two = leader(OneRank([[4]]), 2, 1).reported(lambda: TickResult([[3], [2]]))
-    assert [each.tokens for each in two.results] == [[[3], [2]], [[4]]]
+    assert [each.tokens for each in two] == [[[3], [2]], [[4]]]
     equal = leader(OneRank([[3]], [[5]], [[5]]), 2, 2).reported(lambda: TickResult([[3]]))
-    assert [each.tokens for each in equal.results] == [[[3]], [[5]]]
+    assert [each.tokens for each in equal] == [[[3]], [[5]]]
     with pytest.raises(CollectiveMismatch, match="rank 3 drew other tokens than rank 2 of its group"):
         leader(OneRank([[3]], [[5]], [[6]]), 2, 2).reported(lambda: TickResult([[3]]))
 
@@ -190,7 +190,7 @@ def test_groups_with_nothing_to_do_make_the_calls_of_those_that_have() -> None:
                 first.launch(plan)
                 idle += any(each.empty for each in plan.plans)
                 drawn = [TickResult([[7]] * len(each.sampled)) for each in plan.plans]
-                groups.commit(plan, GroupsResult(drawn), 0.0)
+                groups.commit(plan, drawn, 0.0)
     heard = iter([*channel.said, None])
     follow_together(ranks[1], SimpleNamespace(hear=lambda: next(heard)))  # type: ignore[arg-type]
     assert ranks[0].made == ranks[1].made and idle > 50
