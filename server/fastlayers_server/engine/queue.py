@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import islice
 from weakref import ReferenceType, ref
 
 from fastlayers_server.engine.request import WAITING, Request
 
 WINDOW = 128  # how far "lpm" looks
 PATIENCE = 8  # how often a request may be passed over
+
+
+def _place(request: Request) -> tuple[int, bool, int]:
+    """Return the order of requests; whoever lost its slot comes before its class, and nothing of it changes here."""
+    return request.priority, request.cached < 0, request.seq
 
 
 class WaitingQueue:
@@ -24,57 +29,51 @@ class WaitingQueue:
 
     Attributes
     ----------
+    tokens : int
+        Of their prompts.
     ends : deque of float
         When requests ended, the latest ones; from which follows how long others wait.
     """
 
     def __init__(self, hit: Callable[[Request], int] | None = None) -> None:
         self._hit = hit
-        self._classes: dict[int, deque[Request]] = {}
+        self._order: list[Request] = []
         # Who ended goes before its deadline: that may be hours later.
         self._deadlines: list[tuple[float, int, ReferenceType[Request]]] = []
-        self.count = self.tokens = 0
+        self.tokens = 0
         self.ends: deque[float] = deque(maxlen=64)
 
+    @property
+    def count(self) -> int:
+        """How many wait."""
+        return len(self._order)
+
     def push(self, request: Request) -> None:
-        """Queue a request behind its class."""
-        self._classes.setdefault(request.priority, deque()).append(request)
-        self._counted(request, 1)
-        if request.submit.deadline:
+        """Queue a request: behind its class, or before it if it lost its slot."""
+        insort(self._order, request, key=_place)
+        self.tokens += request.prompt_len
+        if request.cached >= 0:
+            request.passed = PATIENCE
+        elif request.submit.deadline:
             heapq.heappush(self._deadlines, (request.submit.deadline, request.seq, ref(request)))
 
-    def push_front(self, request: Request) -> None:
-        """Queue a request that lost its slot before its class."""
-        request.passed = PATIENCE
-        self._classes.setdefault(request.priority, deque()).appendleft(request)
-        self._counted(request, 1)
-
     def remove(self, request: Request) -> None:
-        """Take a request out; its class, too, if it was the last: clients choose among 2³² of them."""
-        waiting = self._classes[request.priority]
-        waiting.remove(request)
-        if not waiting:
-            del self._classes[request.priority]
-        self._counted(request, -1)
+        """Take a request out."""
+        del self._order[bisect_left(self._order, _place(request), key=_place)]
+        self.tokens -= request.prompt_len
 
     def head(self) -> Request | None:
         """Return who is next, without taking it."""
-        if not self._classes:
-            return None
-        waiting = self._classes[min(self._classes)]
-        if self._hit is None:
-            return waiting[0]
-        window = list(islice(waiting, WINDOW))
+        if self._hit is None or not self._order:
+            return self._order[0] if self._order else None
+        window = [r for r in self._order[:WINDOW] if r.priority == self._order[0].priority]
         return next((r for r in window if r.passed >= PATIENCE), None) or max(window, key=self._hit)
 
     def take(self, request: Request) -> None:
         """Take the head; whoever stood before it was passed over."""
-        if self._hit is not None:
-            for before in self._classes[request.priority]:
-                if before is request:
-                    break
-                before.passed += 1
         self.remove(request)
+        for before in self._order[: bisect_left(self._order, _place(request), key=_place)]:
+            before.passed += 1
 
     def retry_after(self, now: float) -> float:
         """Return the seconds after which a queue that is full will have room."""
@@ -90,9 +89,4 @@ class WaitingQueue:
                 yield request
 
     def __iter__(self) -> Iterator[Request]:
-        for priority in sorted(self._classes):
-            yield from self._classes[priority]
-
-    def _counted(self, request: Request, sign: int) -> None:
-        self.count += sign
-        self.tokens += sign * request.prompt_len
+        return iter(self._order)

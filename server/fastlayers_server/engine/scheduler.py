@@ -129,7 +129,7 @@ class Scheduler:
                 budget -= count
         victims = self.running.make_room(lengths, plan)
         for request in victims:
-            self.queue.push_front(request)
+            self.queue.push(request)
             self.metrics.add("preemptions_total")
         if not victims:
             self._admit(plan, lengths, partial, budget, now)

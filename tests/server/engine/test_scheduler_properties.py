@@ -382,12 +382,8 @@ def oldest_preempted(scheduler: Scheduler) -> None:  # I13
 
 
 def last_class_first(scheduler: Scheduler) -> None:  # I21
-    classes = scheduler.queue._classes
-
-    def head() -> Any:
-        return next((waiting[0] for _, waiting in sorted(classes.items(), reverse=True) if waiting), None)
-
-    scheduler.queue.head = head  # type: ignore[method-assign]
+    waiting = scheduler.queue._order
+    scheduler.queue.head = lambda: max(waiting, key=lambda r: r.priority, default=None)  # type: ignore[method-assign]
 
 
 def same_block_not_told(cache: PrefixCache) -> None:  # I3
@@ -438,14 +434,18 @@ def endless_queue(scheduler: Scheduler) -> None:  # I17
     scheduler.submit = unbounded  # type: ignore[method-assign]
 
 
-def classes_stay(scheduler: Scheduler) -> None:  # I17
-    push = scheduler.queue.push
+def tokens_stay(scheduler: Scheduler) -> None:  # I17
+    remove = scheduler.queue.remove
 
     def kept(request: Any) -> None:
-        push(request)
-        scheduler.queue._classes.setdefault(request.seq + 9, type(scheduler.queue._classes[request.priority])())
+        remove(request)
+        scheduler.queue.tokens += 1
 
-    scheduler.queue.push = kept  # type: ignore[method-assign]
+    scheduler.queue.remove = kept  # type: ignore[method-assign]
+
+
+def overtaken_by_the_newest(scheduler: Scheduler) -> None:  # I21
+    scheduler.queue.head = lambda: next(reversed(scheduler.queue._order), None)  # type: ignore[method-assign]
 
 
 def rejected_kept(scheduler: Scheduler) -> None:  # I20
@@ -466,7 +466,8 @@ SCHEDULERS = {
     ended_twice: "after its end", waste_not_counted: "I15", deaf_to_ends: "says other tokens", rows_left_out: "I10",
     columns_stay: "has the table", long_chunks: "I9", everybody_fits: "I11", oldest_preempted: "I13",
     last_class_first: "I21", preempted_but_planned: "0", first_tokens_twice: "says other tokens",
-    behind_certain_ends: "I14", endless_queue: "I17", classes_stay: "I17", rejected_kept: "prefix that is not its own",
+    behind_certain_ends: "I14", endless_queue: "I17", tokens_stay: "I17", overtaken_by_the_newest: "I21",
+    rejected_kept: "prefix that is not its own",
 }  # fmt: skip
 
 

@@ -325,5 +325,5 @@ class World:
         fresh = Scheduler(self.config)
         assert sorted(scheduler.running._slots) == sorted(fresh.running._slots)
         for now, then in ((cache, fresh.cache), (scheduler.queue, fresh.queue)):
-            for name in ("_roots", "_heap", "_classes", "tokens", "count"):
+            for name in ("_roots", "_heap", "_order", "tokens", "count"):
                 assert getattr(now, name, None) == getattr(then, name, None), f"I17: {name} is not as it was"
