@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from fastlayers_server.engine.cache import Node, PrefixCache
 from fastlayers_server.engine.config import SchedulerConfig
@@ -120,20 +121,10 @@ class Running:
         """Return how many computed tokens of a request nobody else uses."""
         return request.kv - self.cache.block * sum(node.users > 1 for node in request.path)
 
-    def expected(self, request: Request, length: int) -> int:
-        """Return the pages that a request of ``length`` tokens will have used in the end, as far as can be guessed."""
-        more = max(1, math.ceil(min(request.left, FAR) * self._ratio))
-        return self.cache.pages_for(min(length + more, self.config.max_model_len))
-
-    def promised(self, request: Request) -> int:
-        """Return the pages that a running request will probably still take; the rest of its prompt in full."""
-        length = max(request.goal, len(request.tokens) + request.inflight)
-        return max(0, self.expected(request, length) - len(request.pages))
-
-    def promised_to_all(self) -> int:
-        """Return what is :meth:`promised` to all who run; in one loop, as every tick that admits asks."""
+    def promised(self, requests: Iterable[Request]) -> int:
+        """Return the pages that these will probably still take, as far as can be guessed; of their prompts in full."""
         ratio, size, most, total = self._ratio, self.config.page_size, self.config.max_model_len, 0
-        for request in self.requests:
+        for request in requests:  # in one loop, as every tick that admits asks for all
             known = len(request.tokens) + request.inflight
             length = max(request.goal, known)
             more = max(1, math.ceil(min(request.end - known, FAR) * ratio))
@@ -142,11 +133,11 @@ class Running:
 
     def fits(self, request: Request, path: list[Node], promised: int) -> bool:
         """Whether a request may enter beside those who run, to whom ``promised`` pages are promised."""
-        cache, length = self.cache, len(request.tokens)
+        cache = self.cache
         available = cache.available - cache.evictable_in(path)
         held = len(path) * cache.pages_per_block
         if not self.requests:  # alone, it fits: the cache holds one request of any length
-            return cache.pages_for(length + 1) - held <= available
+            return cache.pages_for(len(request.tokens) + 1) - held <= available
         # Until the tick is planned each of them, the new one too, may come to expect a page more.
         watermark = max(self.config.num_pages // 100, len(self.requests) + 1)
-        return self.expected(request, length) - held + promised + watermark <= available
+        return self.promised((request,)) - held + promised + watermark <= available

@@ -219,7 +219,7 @@ class Scheduler:
             if not count or (count < length - hit and unfinished >= config.max_partial_prefills):
                 return
             if promised < 0:
-                promised = running.promised_to_all()
+                promised = running.promised(running.requests)
             if not running.fits(request, path, promised):
                 return
             self.queue.take(request)
@@ -230,7 +230,7 @@ class Scheduler:
             budget -= count
             extends += 1
             unfinished += lengths[request] < length
-            promised += running.promised(request)
+            promised += running.promised((request,))
 
     def _account(self, request: Request, now: float) -> None:
         """Count what an admission found in the cache; a resumed request's own blocks are no hit."""

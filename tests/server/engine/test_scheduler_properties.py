@@ -444,10 +444,6 @@ def tokens_stay(scheduler: Scheduler) -> None:  # I17
     scheduler.queue.remove = kept  # type: ignore[method-assign]
 
 
-def overtaken_by_the_newest(scheduler: Scheduler) -> None:  # I21
-    scheduler.queue.head = lambda: next(reversed(scheduler.queue._order), None)  # type: ignore[method-assign]
-
-
 def rejected_kept(scheduler: Scheduler) -> None:  # I20
     commit = scheduler.commit
 
@@ -466,8 +462,7 @@ SCHEDULERS = {
     ended_twice: "after its end", waste_not_counted: "I15", deaf_to_ends: "says other tokens", rows_left_out: "I10",
     columns_stay: "has the table", long_chunks: "I9", everybody_fits: "I11", oldest_preempted: "I13",
     last_class_first: "I21", preempted_but_planned: "0", first_tokens_twice: "says other tokens",
-    behind_certain_ends: "I14", endless_queue: "I17", tokens_stay: "I17", overtaken_by_the_newest: "I21",
-    rejected_kept: "prefix that is not its own",
+    behind_certain_ends: "I14", endless_queue: "I17", tokens_stay: "I17", rejected_kept: "prefix that is not its own",
 }  # fmt: skip
 
 

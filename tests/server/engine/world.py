@@ -205,7 +205,7 @@ class World:
             assert admitted.kv <= admitted.goal and (admitted.path == [] or admitted.goal > len(admitted.tokens) - 1)
         # The pages of drafts come back at commit.
         if plan.admitted and len(scheduler.running.requests) > 1 and self.draft is None:
-            promised = sum(scheduler.running.promised(r) for r in scheduler.running.requests)
+            promised = scheduler.running.promised(scheduler.running.requests)
             assert promised <= scheduler.cache.available, "I11: admitted what will be preempted"
         for request in waiting:
             assert request.passed <= 8
