@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache, StaticCache
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, StaticCache
 
 import fastlayers as fl
 from fastlayers.errors import ArgumentError, PatchError
@@ -385,6 +385,25 @@ def test_continuous_batching_says_that_it_does_not_work() -> None:
         model.generate_batch([[1, 2, 3]])
     fl.unpatch(model)
     assert "generate_batch" not in model.__dict__
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_continuous_batching_gives_stocks_tokens(name: str) -> None:
+    """Over transformers' own pages: one prompt is longer than a step may be, so that steps mix prompts and decoding."""
+    model = build(name)
+    settings = {
+        "generation_config": GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        "continuous_batching_config": ContinuousBatchingConfig(block_size=16, num_blocks=32, max_batch_tokens=32),
+    }
+
+    def tokens() -> list[list[int]]:
+        found = model.generate_batch([[1, 2, 3, 4], list(range(1, 40))], **settings)
+        assert all(each.error is None for each in found.values())
+        return [found[name].generated_tokens for name in sorted(found)]
+
+    wanted = tokens()
+    fl.patch(model)
+    assert [len(each) for each in wanted] == [4, 4] and tokens() == wanted
 
 
 @pytest.mark.parametrize("name", FAMILIES)
