@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import time
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from fastlayers_server.front.errors import ApiError
 from fastlayers_server.front.generation import Front, bad
 from fastlayers_server.front.parsers import STYLES, UNTHINK, Harmony, thinks
 from fastlayers_server.front.schemas import ChatRequest, Common, NamedTool
+
+log = logging.getLogger("fastlayers.front")
 
 MAX_SOURCE, MAX_DEPTH, MAX_COUNT = 65_536, 32, 10_000
 # Characters between two tokens of JSON: enough to indent, and a model cannot lose itself in it.
@@ -44,7 +47,7 @@ async def constraint_of(body: Common, front: Front, prompt: Sequence[int] = ()) 
     Raises
     ------
     ApiError
-        400 for a source that is refused or cannot be compiled.
+        400 for a source that is refused or cannot be compiled; 503 if there is nothing that compiles.
     """
     found = source_of(body, front, prompt)
     if found is None:
@@ -52,16 +55,19 @@ async def constraint_of(body: Common, front: Front, prompt: Sequence[int] = ()) 
     source, param = found
     info = front.link.check_ready()
     if front.grammars is None or "grammar" not in info.features:
-        raise ApiError(400, f"{param}: this engine has no grammars", "unsupported_parameter", param)
+        raise bad(param, "this engine has no grammars", "unsupported_parameter")
     key = hashlib.sha256(source.encode()).hexdigest()[:40]
     if key not in front.link.grammar_keys:
         begin = time.monotonic()
         try:
             serialized = await front.grammars.compile(source)
         except ValueError as error:
-            raise ApiError(400, f"{param}: {error}", "invalid_grammar", param) from error
+            raise bad(param, str(error), "invalid_grammar") from error
         except TimeoutError as error:
-            raise ApiError(400, f"{param}: the grammar took too long to compile", "invalid_grammar", param) from error
+            raise bad(param, "the grammar took too long to compile", "invalid_grammar") from error
+        except RuntimeError as error:  # no process that compiles: whatever was asked for is not to blame
+            log.error("%s", error, exc_info=error)
+            raise ApiError(503, f"{param}: the process that compiles grammars does not start", "not_ready") from error
         front.metrics.grammar_compile.observe(time.monotonic() - begin)
         front.link.grammar(key, serialized)
     return key
@@ -72,7 +78,7 @@ def source_of(body: Common, front: Front, prompt: Sequence[int]) -> tuple[str, s
     form, param = _plain(body)
     tools = body.tools if isinstance(body, ChatRequest) and body.tool_choice != "none" else None
     if tools and form is not None:
-        raise ApiError(400, f"{param}: tools are given too; constrain their parameters instead", "invalid_value", param)
+        raise bad(param, "tools are given too; constrain their parameters instead", "invalid_value")
     if tools:
         assert isinstance(body, ChatRequest)
         if body.tool_choice in (None, "auto"):
@@ -92,7 +98,7 @@ def source_of(body: Common, front: Front, prompt: Sequence[int]) -> tuple[str, s
         form = _after_thinking(form)
     source = json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False)
     if len(source.encode()) > MAX_SOURCE:
-        raise ApiError(400, f"{param}: a grammar of more than {MAX_SOURCE} bytes", "invalid_grammar", param)
+        raise bad(param, f"a grammar of more than {MAX_SOURCE} bytes", "invalid_grammar")
     return source, param
 
 
@@ -116,7 +122,7 @@ def _plain(body: Common) -> tuple[dict[str, Any] | None, str]:
         try:
             found = _json_of(json.loads(out.json_) if isinstance(out.json_, str) else out.json_)
         except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"structured_outputs: json is no JSON: {error}", "invalid_grammar", "structured_outputs") from error  # fmt: skip  # noqa: E501
+            raise bad("structured_outputs", f"json is no JSON: {error}", "invalid_grammar") from error
     return found, "structured_outputs"
 
 
@@ -175,10 +181,10 @@ def _tools(body: ChatRequest, front: Front) -> dict[str, Any]:
 def _check_counts(source: str, param: str) -> None:
     counts = [int(n[:9]) for pair in re.findall(r"\{\s*(\d+)?\s*,?\s*(\d+)?\s*\}", source) for n in pair if n]
     if max(counts, default=0) > MAX_COUNT:
-        raise ApiError(400, f"{param}: it repeats more than {MAX_COUNT} times", "invalid_grammar", param)
+        raise bad(param, f"it repeats more than {MAX_COUNT} times", "invalid_grammar")
     nested = max_nesting(source)
     if nested > MAX_DEPTH:
-        raise ApiError(400, f"{param}: groups nested deeper than {MAX_DEPTH}", "invalid_grammar", param)
+        raise bad(param, f"groups nested deeper than {MAX_DEPTH}", "invalid_grammar")
 
 
 def max_nesting(source: str) -> int:
@@ -192,7 +198,7 @@ def max_nesting(source: str) -> int:
 
 def _check_tag(value: Any, param: str, depth: int = 0) -> None:
     if depth > MAX_DEPTH:
-        raise ApiError(400, f"{param}: nested deeper than {MAX_DEPTH}", "invalid_grammar", param)
+        raise bad(param, f"nested deeper than {MAX_DEPTH}", "invalid_grammar")
     if isinstance(value, list):
         for each in value:
             _check_tag(each, param, depth + 1)

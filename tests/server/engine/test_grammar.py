@@ -89,7 +89,11 @@ def test_the_worker_compiles_refuses_and_is_killed(grammars: Any) -> None:
     assert not any(".cc:" in said or "std::" in said for said in wrong.values()), wrong
 
 
-def test_a_worker_that_does_not_start_is_no_fault_of_a_grammar(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+def test_a_worker_that_does_not_start_is_no_fault_of_a_grammar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    monkeypatch.setattr("fastlayers_server.engine.grammar.START_SECONDS", seconds)
     worker = GrammarWorker(tmp_path, lambda: INFO)
     with pytest.raises(RuntimeError, match=f"starts with the tokenizer of {re.escape(str(tmp_path))}"):
         asyncio.run(worker.compile(SOURCES["choice"]))

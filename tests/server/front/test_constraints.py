@@ -158,6 +158,15 @@ def test_what_cannot_be_compiled_is_the_clients_error(error: Exception) -> None:
     assert not sent
 
 
+def test_a_process_that_does_not_start_is_the_servers_own_fault(caplog: pytest.LogCaptureFixture) -> None:
+    response, sent = asked_for({"regex": "a"}, Compiler(RuntimeError("none starts with the tokenizer of /srv/model")))
+    error = response.json()["error"]
+    assert response.status_code == 503 and int(response.headers["retry-after"]) > 0 and not sent
+    assert (error["type"], error["code"]) == ("server_error", "not_ready")
+    assert "process that compiles grammars does not start" in error["message"] and "/srv" not in error["message"]
+    assert "none starts with the tokenizer of /srv/model" in caplog.text
+
+
 def test_a_constrained_answer_may_not_ignore_its_end() -> None:
     for fields in ({"ignore_eos": True}, {"min_tokens": 3}):
         response, _ = asked_for({"regex": "a"} | fields, Compiler())
