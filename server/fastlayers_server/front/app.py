@@ -11,7 +11,6 @@ from functools import partial
 from importlib.resources import files
 from typing import TYPE_CHECKING, NamedTuple
 
-from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
@@ -51,7 +50,7 @@ class Served(NamedTuple):
     path: str
     methods: tuple[str, ...]
     handler: Callable[..., Awaitable[Response]]
-    body: type[BaseModel] | None = None
+    body: type[schemas.Model] | None = None
     admin: bool = False
 
 

@@ -14,13 +14,13 @@ from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fastlayers_server.front.errors import ApiError, of_exception, of_validation
 from fastlayers_server.front.metrics import Metrics
-from fastlayers_server.front.schemas import REFUSED
+from fastlayers_server.front.schemas import Model
 from fastlayers_server.front.trace import Tracing
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ DRAIN_SECONDS = 5.0
 # Larger bodies are parsed on a thread.
 INLINE_BYTES = 65_536
 
-M = TypeVar("M", bound=BaseModel)
+M = TypeVar("M", bound=Model)
 
 
 def digests(keys: Iterable[str]) -> tuple[bytes, ...]:
@@ -236,9 +236,8 @@ def _parsed(raw: bytes, model: type[M], lenient: Any) -> M:
         raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from error
     check_shape(data)
     if lenient is not None and isinstance(data, dict):
-        known = {f.alias or name for name, f in model.model_fields.items()}
-        aliases = ("guided_", "regex", "ebnf", "json_schema")
-        for name in [n for n in data if n not in known and n not in REFUSED and not n.startswith(aliases)]:
+        known = {*model.refused, *model.aliases, *(f.alias or name for name, f in model.model_fields.items())}
+        for name in [n for n in data if n not in known and not n.startswith("guided_")]:
             del data[name]
             lenient(name)
     try:

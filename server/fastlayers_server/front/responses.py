@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -21,7 +21,7 @@ from fastlayers_server.front.rows import Delta, Job
 from fastlayers_server.front.schemas import Model, refuse
 
 # What only a server that keeps responses, or tools of its own, could do.
-STATEFUL = {
+STATEFUL: Mapping[str, str] = {
     "previous_response_id": "this server keeps no responses; send the conversation as input",
     "conversation": "this server keeps no conversations; send it as input",
     "background": "this server keeps no responses; stream instead",
@@ -73,6 +73,13 @@ class FunctionTool(schemas.FunctionDef):
     """A function, not nested here."""
 
     type: Literal["function"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _function(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("type") != "function":
+            raise refuse("tools", f"a tool of type {data.get('type')!r}; accepted: function")
+        return data
 
 
 class NamedChoice(Model):
@@ -158,20 +165,8 @@ class ResponsesRequest(schemas.Asked):
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     truncation: Literal["disabled"] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _stateless(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        for name, why in STATEFUL.items():
-            if data.get(name):
-                raise refuse(name, why)
-        tools = data.get("tools")
-        for tool in tools if isinstance(tools, list) else ():
-            if isinstance(tool, dict) and tool.get("type") != "function":
-                raise refuse("tools", f"a tool of type {tool.get('type')!r}; accepted: function")
-        return {k: v for k, v in data.items() if k not in STATEFUL}
+    refused = STATEFUL
+    idle = (None, False, "", [], {})
 
 
 def as_chat(body: ResponsesRequest) -> schemas.ChatRequest:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -53,6 +53,9 @@ class Model(BaseModel):
     """Strict types, no unknown fields, no NaN."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    refused: ClassVar[Mapping[str, str]] = REFUSED
+    idle: ClassVar[tuple[Any, ...]] = (None,)  # with which a refused field asks for nothing
+    aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # names of other servers -> what they constrain by
 
 
 TextPart = Annotated[str, Field(max_length=4_000_000)]
@@ -215,11 +218,16 @@ class Asked(Model):
 
     @model_validator(mode="before")
     @classmethod
-    def _neutral(cls, data: Any) -> Any:
-        for name, accepted in NEUTRAL.items() if isinstance(data, dict) else ():
+    def _known(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name, why in cls.refused.items():
+            if data.get(name) not in cls.idle:
+                raise refuse(name, why)
+        for name, accepted in NEUTRAL.items():
             if data.get(name) is not None and data[name] not in accepted:
                 raise refuse(name, f"given {data[name]!r}; accepted: {', '.join(map(repr, accepted))}")
-        return data
+        return {name: value for name, value in data.items() if name not in cls.refused}
 
 
 class Common(Asked):
@@ -251,28 +259,24 @@ class Common(Asked):
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
     return_token_ids: bool | None = None
+    # vLLM's before 0.12, and SGLang's.
+    aliases: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "guided_json": "json", "json_schema": "json", "guided_regex": "regex", "regex": "regex",
+            "guided_grammar": "grammar", "ebnf": "grammar", "guided_choice": "choice",
+        }
+    )  # fmt: skip
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, data: Any) -> Any:
+    def _constrained_once(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        for name, why in REFUSED.items():
-            if data.get(name) is not None:
-                raise refuse(name, why)
-        data = {k: v for k, v in data.items() if k not in REFUSED}
-        # Names of vLLM before 0.12 and of SGLang.
-        aliases = {
-            "guided_json": "json", "json_schema": "json", "guided_regex": "regex", "regex": "regex",
-            "guided_grammar": "grammar", "ebnf": "grammar", "guided_choice": "choice",
-        }  # fmt: skip
-        given = {name: data.pop(name) for name in aliases if name in data}
-        given = {name: value for name, value in given.items() if value is not None}
+        given = [name for name in cls.aliases if data.get(name) is not None]
         if len(given) + (data.get("structured_outputs") is not None) > 1:
-            raise refuse(next(iter(given)), "one constraint is given, not several", "invalid_value")
-        for name, value in given.items():
-            data["structured_outputs"] = {aliases[name]: value}
-        return data
+            raise refuse(given[0], "one constraint is given, not several", "invalid_value")
+        rest = {name: value for name, value in data.items() if name not in cls.aliases}
+        return rest | {"structured_outputs": {cls.aliases[given[0]]: data[given[0]]}} if given else rest
 
     @model_validator(mode="after")
     def _agree(self) -> Common:

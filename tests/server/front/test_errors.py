@@ -330,6 +330,12 @@ def test_lenient_fields_are_counted_and_not_labelled_by_clients() -> None:
         text = server.get("/metrics").text
         assert 'fastlayers_ignored_fields_total{field="other"} 1.0' in text and "wild_idea" not in text
         assert server.post("/v1/completions", body | {"suffix": "x"}).status_code == 400
+        body = {"model": "tiny", "input": "a", "max_output_tokens": 1, "wild_idea": 1}
+        assert server.post("/v1/responses", body).status_code == 200
+        error = error_of(
+            server.post("/v1/responses", body | {"previous_response_id": "x"}), 400, "unsupported_parameter"
+        )
+        assert error["param"] == "previous_response_id"  # to ignore it would be to answer without the conversation
 
 
 def test_a_request_id_is_unique_among_live_requests() -> None:
