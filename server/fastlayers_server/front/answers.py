@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from fastlayers_server.front.errors import ApiError
 from fastlayers_server.front.generation import Front
-from fastlayers_server.front.rows import Job
+from fastlayers_server.front.rows import Job, Row
 
 log = logging.getLogger("fastlayers.front")
 T = TypeVar("T")
@@ -84,21 +84,35 @@ class Writer(ABC):
         """Yield what stands before the first news."""
         return ()
 
-    @abstractmethod
     def news(self, job: Job) -> Iterable[bytes]:
         """Yield what is new; raises the error of a choice."""
+        for row in job.rows:
+            if row.error is not None:
+                raise row.error
+            if row.readable:
+                yield from self._news(job, row)
+
+    @abstractmethod
+    def _news(self, job: Job, row: Row) -> Iterable[bytes]:
+        """Yield what is new of a choice."""
 
     def end(self, job: Job) -> Iterable[bytes]:
         """Yield what stands behind the last news: the usage, if it was asked for."""
-        return [self._chunk(job, usage=True)] if self._options("include_usage") else []
+        return [event(self._document(job, [], True))] if self._options("include_usage") else []
 
     def failed(self, error: ApiError) -> bytes:
         """Return what stands there instead."""
         return event(error.body)
 
-    def _chunk(self, job: Job, *choices: Any, usage: bool = False, **extra: Any) -> bytes:
-        told = self._front.head(job, self._body.model, self.kind) | {"choices": choices} | extra
-        return event(told | {"usage": job.usage()} if usage else told)
+    def _document(self, job: Job, choices: Sequence[Any], usage: bool, **extra: Any) -> dict[str, Any]:
+        told = {
+            "id": job.id, "object": self.kind, "created": job.created, "model": self._body.model,
+            "system_fingerprint": self._front.fingerprint, "choices": choices,
+        }  # fmt: skip
+        return told | ({"usage": job.usage()} if usage else {}) | extra
+
+    def _chunk(self, job: Job, choice: Any, **extra: Any) -> bytes:
+        return event(self._document(job, [choice], self._options("continuous_usage_stats"), **extra))
 
     def _options(self, name: str) -> bool:
         return bool(self._body.stream_options and getattr(self._body.stream_options, name))

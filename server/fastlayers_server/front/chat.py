@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from fastlayers_server.engine.protocol import EngineInfo, TokenLogprobs
-from fastlayers_server.front.answers import Writer, answer
+from fastlayers_server.front.answers import Writer, answer, event
 from fastlayers_server.front.completions import finite, spelled
 from fastlayers_server.front.generation import INLINE_CHARACTERS, Front, Wanted, bad, launch, too_long
 from fastlayers_server.front.grammars import constraint_of
@@ -121,9 +121,7 @@ class ChatWriter(Writer):
             deltas, logprobs, ids = row.take()
             message = self.message(row, deltas)
             choices.append(self._choice(row, "message", message, logprobs, ids, reason_of(row)))
-        extra = {"prompt_token_ids": job.prompts[0]} if self._body.return_token_ids else {}
-        head = self._front.head(job, self._body.model, "chat.completion")
-        return head | {"choices": choices, "usage": job.usage()} | extra
+        return self._document(job, choices, True, **self._prompt(job)) | {"object": "chat.completion"}
 
     def message(self, row: Row, deltas: Sequence[Delta]) -> dict[str, Any]:
         """Return the message of a choice that has ended."""
@@ -147,26 +145,21 @@ class ChatWriter(Writer):
 
     def begin(self, job: Job) -> Iterator[bytes]:
         """Yield who speaks."""
-        first: dict[str, Any] = {"prompt_token_ids": job.prompts[0]} if self._body.return_token_ids else {}
         for row in job.rows:
-            role = {"role": "assistant", "content": ""}
-            yield self._chunk(job, self._choice(row, "delta", role, [], [], None), **first)
+            role = self._choice(row, "delta", {"role": "assistant", "content": ""}, [], [], None)
+            yield event(self._document(job, [role], False, **self._prompt(job)))
 
-    def news(self, job: Job) -> Iterator[bytes]:
-        """Yield events for each choice, the last of which says why it ended."""
-        for row in job.rows:
-            if row.error is not None:
-                raise row.error
-            if not row.readable:
-                continue
-            deltas, logprobs, ids = row.take()
-            usage = self._options("continuous_usage_stats")
-            for delta in deltas:
-                choice = self._choice(row, "delta", self._delta(row, delta), logprobs, ids, None)
-                logprobs, ids = [], []
-                yield self._chunk(job, choice, usage=usage)
-            if row.finish:
-                yield self._chunk(job, self._choice(row, "delta", {}, logprobs, ids, reason_of(row)), usage=usage)
+    def _prompt(self, job: Job) -> dict[str, Any]:
+        return {"prompt_token_ids": job.prompts[0]} if self._body.return_token_ids else {}
+
+    def _news(self, job: Job, row: Row) -> Iterator[bytes]:
+        """Yield events of a choice, the last of which says why it ended."""
+        deltas, logprobs, ids = row.take()
+        for delta in deltas:
+            yield self._chunk(job, self._choice(row, "delta", self._delta(row, delta), logprobs, ids, None))
+            logprobs, ids = [], []
+        if row.finish:
+            yield self._chunk(job, self._choice(row, "delta", {}, logprobs, ids, reason_of(row)))
 
     def _delta(self, row: Row, delta: Delta) -> dict[str, Any]:
         if delta.kind == "content":

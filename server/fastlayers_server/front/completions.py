@@ -46,19 +46,14 @@ class _Writer(Writer):
         self._begun: set[int] = set()
 
     def whole(self, job: Job) -> dict[str, Any]:
-        choices = [self._choice(row, first=True) for row in job.rows]
-        return self._front.head(job, self._body.model, self.kind) | {"choices": choices, "usage": job.usage()}
+        return self._document(job, [self._choice(row) for row in job.rows], True)
 
-    def news(self, job: Job) -> Iterator[bytes]:
-        for row in job.rows:
-            if row.error is not None:
-                raise row.error
-            first = row.index not in self._begun
-            if row.readable or (self._body.echo and first and row.ids):
-                self._begun.add(row.index)
-                yield self._chunk(job, self._choice(row, first), usage=self._options("continuous_usage_stats"))
+    def _news(self, job: Job, row: Row) -> Iterator[bytes]:
+        yield self._chunk(job, self._choice(row))
 
-    def _choice(self, row: Row, first: bool) -> dict[str, Any]:
+    def _choice(self, row: Row) -> dict[str, Any]:
+        first = row.index not in self._begun
+        self._begun.add(row.index)
         deltas, logprobs, ids = row.take()
         text = "".join(delta.text for delta in deltas)
         prompt = row.prompt

@@ -60,11 +60,6 @@ class Front:
             self.ignored.add(name)
             log.warning("unknown field %r is ignored (--lenient-fields)", name[:64])
 
-    def head(self, job: Job, model: str, kind: str) -> dict[str, Any]:
-        """Return what every document of a job begins with."""
-        head = {"id": job.id, "object": kind, "created": job.created, "model": model}
-        return head | {"system_fingerprint": self.fingerprint}
-
     def check_model(self, name: str | None) -> None:
         """Raise 404 for a name that is not served."""
         if name is not None and name not in self.config.served_model_name:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -17,7 +17,7 @@ from fastlayers_server.front.answers import Writer, answer
 from fastlayers_server.front.chat import prompt_of, start
 from fastlayers_server.front.errors import ApiError, of_validation
 from fastlayers_server.front.generation import Front
-from fastlayers_server.front.rows import Delta, Job
+from fastlayers_server.front.rows import Delta, Job, Row
 from fastlayers_server.front.schemas import Model, refuse
 
 # What only a server that keeps responses, or tools of its own, could do.
@@ -275,13 +275,9 @@ class _Writer(Writer):
 
     def whole(self, job: Job) -> dict[str, Any]:
         """Return the document of a job that has ended."""
-        deltas, _, _ = job.rows[0].take()
-        for _ in self._steps(deltas):
-            pass
-        status = self._status(job)
-        for _ in self._close(status):
-            pass
-        return self._response(job, status)
+        for _ in (*self.news(job), *self.end(job)):
+            pass  # nobody is told how it came to be
+        return self._response(job, self._status(job))
 
     def _status(self, job: Job) -> str:
         return "incomplete" if job.rows[0].finish == "length" else "completed"
@@ -290,13 +286,6 @@ class _Writer(Writer):
         """Yield that there is a response."""
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=self._response(job, "in_progress"))
-
-    def news(self, job: Job) -> Iterator[bytes]:
-        """Yield events of its items."""
-        row = job.rows[0]
-        if row.error is not None:
-            raise row.error
-        yield from self._steps(row.take()[0])
 
     def end(self, job: Job) -> Iterator[bytes]:
         """Yield the whole response."""
@@ -314,10 +303,12 @@ class _Writer(Writer):
         return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(told) + b"\n\n"
 
     def _place(self) -> dict[str, Any]:
-        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+        item = self._items[-1]
+        place = {"item_id": item["id"], "output_index": len(self._items) - 1}
+        return place | ({"content_index": 0} if "content" in item else {})
 
-    def _steps(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
-        for delta in deltas:
+    def _news(self, job: Job, row: Row) -> Iterator[bytes]:
+        for delta in row.take()[0]:
             if self._open != (delta.kind, delta.index):
                 yield from self._close()
                 yield from self._begin(delta)
@@ -327,12 +318,10 @@ class _Writer(Writer):
             if delta.kind == "tool":
                 item["arguments"] += delta.text
                 yield self._event("response.function_call_arguments.delta", **self._place(), delta=delta.text)
-                continue
-            item["content"][0]["text"] += delta.text
-            name = "output_text" if delta.kind == "content" else "reasoning_text"
-            extra: dict[str, Any] = {"logprobs": []} if delta.kind == "content" else {}
-            place = self._place() | {"content_index": 0}
-            yield self._event(f"response.{name}.delta", **place, delta=delta.text, **extra)
+            else:
+                part = item["content"][0]
+                part["text"] += delta.text
+                yield self._event(f"response.{part['type']}.delta", **self._place(), delta=delta.text, **_empty(part))
 
     def _begin(self, delta: Delta) -> Iterator[bytes]:
         self._open = (delta.kind, delta.index)
@@ -350,21 +339,23 @@ class _Writer(Writer):
             if delta.kind == "content":
                 part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             self._items[-1]["content"].append(part)
-            yield self._event("response.content_part.added", **self._place(), content_index=0, part=part)
+            yield self._event("response.content_part.added", **self._place(), part=part)
 
     def _close(self, status: str = "completed") -> Iterator[bytes]:
         if self._open is None:
             return
-        (kind, _), self._open = self._open, None
-        item = self._items[-1]
+        self._open, item = None, self._items[-1]
         item["status"] = status
-        if kind == "tool":
+        if "content" in item:
+            part = item["content"][0]
+            yield self._event(f"response.{part['type']}.done", **self._place(), text=part["text"], **_empty(part))
+            yield self._event("response.content_part.done", **self._place(), part=part)
+        else:
             told = {"name": item["name"], "arguments": item["arguments"]}
             yield self._event("response.function_call_arguments.done", **self._place(), **told)
-        else:
-            part, place = item["content"][0], self._place() | {"content_index": 0}
-            name = "output_text" if kind == "content" else "reasoning_text"
-            extra: dict[str, Any] = {"logprobs": []} if kind == "content" else {}
-            yield self._event(f"response.{name}.done", **place, text=part["text"], **extra)
-            yield self._event("response.content_part.done", **place, part=part)
         yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
+
+
+def _empty(part: dict[str, Any]) -> dict[str, Any]:
+    """Return the log-probabilities that events of an answer's text, not of a thought's, must have."""
+    return {"logprobs": []} if part["type"] == "output_text" else {}
