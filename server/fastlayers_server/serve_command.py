@@ -227,7 +227,7 @@ def _run(config: ServeConfig, folder: Path, begin: float, leaving: _Leaving) -> 
             raise CheckpointError(f"serve: {error}") from error
         grammars = GrammarWorker(folder, link.check_ready, config.grammar_timeout)
         front = make_front(settings, link, tokens, grammars)
-        runner = Runner(make_app(front, config.limit_concurrency), front, config.header_timeout)
+        runner = Runner(make_app(front), front)
         front.link.on_death = runner.engine_died
 
         async def announce() -> None:

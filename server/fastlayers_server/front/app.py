@@ -98,7 +98,7 @@ def make_front(
     return Front(config, link, tokens, metrics, formats, fingerprint, grammars)
 
 
-def make_app(front: Front, limit: int = 4096) -> ASGIApp:
+def make_app(front: Front) -> ASGIApp:
     """Return the whole ASGI application; its lifespan starts the engine and ends it."""
 
     @asynccontextmanager
@@ -129,7 +129,7 @@ def make_app(front: Front, limit: int = 4096) -> ASGIApp:
     routes += [Route("/openapi.json", on_openapi)] if front.config.enable_openapi else []
     router = Router(routes, redirect_slashes=False, default=not_served, lifespan=lifespan)
     span = tracing(front.config.otlp_endpoint) if front.config.otlp_endpoint else None
-    guarded: ASGIApp = Gate(router, front.config, front.metrics, ADMIN, limit, span)
+    guarded: ASGIApp = Gate(router, front.config, front.metrics, ADMIN, span)
     if front.config.cors_origin:
         guarded = CORSMiddleware(
             guarded, allow_origins=front.config.cors_origin, allow_methods=["GET", "POST"], allow_headers=["*"],

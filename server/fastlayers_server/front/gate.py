@@ -62,18 +62,14 @@ class Gate:
     metrics : Metrics
     admin : set of str
         Paths that need the admin key.
-    limit : int
-        Requests at once; more get 429.
     span : callable, optional
         Opens a request's span.
     """
 
     def __init__(
-        self, app: ASGIApp, config: ServeConfig, metrics: Metrics, admin: Set[str], limit: int = 4096,
-        span: Tracing | None = None,
-    ) -> None:  # fmt: skip
-        self.app, self.config, self.metrics, self.admin, self.limit = app, config, metrics, admin, limit
-        self._span = span
+        self, app: ASGIApp, config: ServeConfig, metrics: Metrics, admin: Set[str], span: Tracing | None = None
+    ) -> None:
+        self.app, self.config, self.metrics, self.admin, self._span = app, config, metrics, admin, span
         self.active = 0
         self._keys, self._admin = digests(config.api_key), digests(config.admin_api_key)
 
@@ -100,8 +96,9 @@ class Gate:
         self.active += 1
         try:
             # A server that does all it can is well, and its figures are wanted just then.
-            if self.active > self.limit and scope["path"] not in PROBES:
-                message = f"{self.limit} requests are being served, which is the limit"
+            limit = self.config.limit_concurrency
+            if self.active > limit and scope["path"] not in PROBES:
+                message = f"{limit} requests are being served, which is the limit"
                 raise ApiError(429, message, "queue_full", retry_after=1)
             self._authorize(scope, state)
             await self.app(scope, passage.receive, passage.send)

@@ -30,29 +30,89 @@ HEAD_BYTES, FRAMING = 65_536, 8
 TOO_LONG = f"Headers of more than {HEAD_BYTES} bytes."
 
 
-class HttpOnly(HttpToolsProtocol):
-    """Takes requests that offer another protocol as if they did not, as a server may.
+class Protocol(HttpToolsProtocol):
+    """Uvicorn's, with what it lacks: a time-out for a request's headers, a limit of their bytes, and no offers taken.
 
-    Java's client offers HTTP/2 with whatever it sends first, and the parser takes no body behind an offer.
+    Java's client offers HTTP/2 with whatever it sends first, and the parser takes no body behind an offer. Such a
+    request is read as if it did not, as a server may.
     """
 
     parser: Any
+    header_timeout = 0.0  # seconds; 0: any
     _data = b""  # what is parsed
+    _waiting: asyncio.TimerHandle | None = None
+    _body = _beside = _head = 0  # bytes of the request that comes
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin to wait for headers."""
+        super().connection_made(transport)
+        self._await_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no longer."""
+        self._disarm()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Take bytes of the connection."""
         self._data = data
+        self._beside += len(data)
         super().data_received(data)
+        if self._beside > HEAD_BYTES + FRAMING * self._body and not self.transport.is_closing():
+            self.send_400_response(TOO_LONG)
+
+    def on_message_begin(self) -> None:
+        """Count and wait anew."""
+        self._body = self._beside = self._head = 0
+        self._await_headers()
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """Count the path."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Count a header."""
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Begin with the request, unless its body would be left out."""
+        self._disarm()
         if not self._offers_another():
             super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Take a part of the body, of which there may be more bytes."""
+        self._beside -= len(body)
+        self._body += len(body)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Be told that the request is complete."""
         if not self._offers_another():
             super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, and end the connection."""
+        super().send_400_response(TOO_LONG if self._head > HEAD_BYTES else msg)
+
+    def _count(self, size: int) -> None:
+        """Count what came whole in one read, which may hold more than the limit, and other requests before it."""
+        self._head += size
+        if self._head > HEAD_BYTES:
+            raise ValueError(TOO_LONG)  # the parser ends, and its caller answers
+
+    def _await_headers(self) -> None:
+        self._disarm()
+        if self.header_timeout:
+            self._waiting = self.loop.call_later(self.header_timeout, self.transport.close)
+
+    def _disarm(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
 
     def _offers_another(self) -> bool:
         """Whether the request that comes offers another protocol; CONNECT is none that is served."""
@@ -70,71 +130,6 @@ class HttpOnly(HttpToolsProtocol):
         with contextlib.suppress(AttributeError):  # as uvicorn makes its own; httptools before 0.6.3 has none
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self.data_received(b"\r\n".join([*head, b"", rest]))
-
-
-def protocol_with(header_timeout: float) -> type[HttpToolsProtocol]:
-    """Return uvicorn's protocol with a time-out for a request's headers, and a limit of their bytes, which it lacks."""
-
-    class Protocol(HttpOnly):
-        _waiting: asyncio.TimerHandle | None = None
-        _body = _beside = _head = 0  # bytes of the request that comes
-
-        def data_received(self, data: bytes) -> None:
-            self._beside += len(data)
-            super().data_received(data)
-            if self._beside > HEAD_BYTES + FRAMING * self._body and not self.transport.is_closing():
-                self.send_400_response(TOO_LONG)
-
-        def on_url(self, url: bytes) -> None:
-            self._count(len(url))
-            super().on_url(url)
-
-        def on_header(self, name: bytes, value: bytes) -> None:
-            self._count(len(name) + len(value))
-            super().on_header(name, value)
-
-        def _count(self, size: int) -> None:
-            """Count what came whole in one read, which may hold more than the limit, and other requests before it."""
-            self._head += size
-            if self._head > HEAD_BYTES:
-                raise ValueError(TOO_LONG)  # the parser ends, and its caller answers
-
-        def send_400_response(self, msg: str) -> None:
-            super().send_400_response(TOO_LONG if self._head > HEAD_BYTES else msg)
-
-        def on_body(self, body: bytes) -> None:
-            self._beside -= len(body)
-            self._body += len(body)
-            super().on_body(body)
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._await_headers()
-
-        def on_message_begin(self) -> None:
-            self._body = self._beside = self._head = 0
-            self._await_headers()
-            super().on_message_begin()
-
-        def on_headers_complete(self) -> None:
-            self._disarm()
-            super().on_headers_complete()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._disarm()
-            super().connection_lost(exc)
-
-        def _await_headers(self) -> None:
-            self._disarm()
-            if header_timeout:
-                self._waiting = self.loop.call_later(header_timeout, self.transport.close)
-
-        def _disarm(self) -> None:
-            if self._waiting is not None:
-                self._waiting.cancel()
-                self._waiting = None
-
-    return Protocol
 
 
 @contextlib.contextmanager
@@ -171,13 +166,13 @@ class Runner(uvicorn.Server):
     Parameters
     ----------
     app, front
-    header_timeout : float
     """
 
-    def __init__(self, app: ASGIApp, front: Front, header_timeout: float = 10.0) -> None:
+    def __init__(self, app: ASGIApp, front: Front) -> None:
+        protocol = type("Protocol", (Protocol,), {"header_timeout": front.config.header_timeout})
         super().__init__(
             uvicorn.Config(
-                app, http=protocol_with(header_timeout), ws="none", loop="uvloop", lifespan="on", log_config=None,
+                app, http=protocol, ws="none", loop="uvloop", lifespan="on", log_config=None,
                 access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_SECONDS, backlog=2048,
                 timeout_graceful_shutdown=5,
             )

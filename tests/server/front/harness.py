@@ -66,7 +66,7 @@ class Server:
 @contextmanager
 def serving(
     script: Any = None, engine: Any = None, tokens: TokenText | None = None, features: Sequence[str] | None = None,
-    grammars: Any = None, limit: int = 4096, wait: bool = True, vocab_size: int = 512, **config: Any,
+    grammars: Any = None, wait: bool = True, vocab_size: int = 512, **config: Any,
 ) -> Iterator[Server]:  # fmt: skip
     """Serve the tiny checkpoint's tokenizer with a scripted engine."""
     tokens = tokens or tokens_of()
@@ -75,7 +75,7 @@ def serving(
         with_features(engine, features)
     settings: dict[str, Any] = {"served_model_name": ("tiny",), "no_freeze_gc": True} | config
     front = make_front(ServeConfig(**settings), engine, tokens, grammars)
-    app = make_app(front, limit)
+    app = make_app(front)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()

@@ -164,7 +164,7 @@ def test_who_still_sends_a_body_that_is_refused_gets_the_answer(path: str) -> No
 
 
 def test_more_requests_than_the_limit_are_refused() -> None:
-    with on_the_wire(limit=1) as wire:
+    with on_the_wire(limit_concurrency=1) as wire:
         first = wire.send("/v1/completions", body(stream=True))
         assert first.recv(100)
         status, found = answer(wire.send("/v1/completions", body()))

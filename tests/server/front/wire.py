@@ -65,13 +65,13 @@ def wait_for(what: Any, seconds: float = 5.0) -> bool:
 
 @contextlib.contextmanager
 def on_the_wire(
-    script: Any = None, engine: Any = None, tick_seconds: float = 0.002, header_timeout: float = 10.0,
-    grammars: Any = None, tokens: Any = None, limit: int = 4096, vocab_size: int = 512, **config: Any,
+    script: Any = None, engine: Any = None, tick_seconds: float = 0.002, grammars: Any = None, tokens: Any = None,
+    vocab_size: int = 512, **config: Any,
 ) -> Iterator[Wire]:  # fmt: skip
     engine = engine or ScriptedEngine(script, tick_seconds=tick_seconds, vocab_size=vocab_size)
     settings: dict[str, Any] = {"served_model_name": ("tiny",), "no_freeze_gc": True} | config
     front = make_front(ServeConfig(**settings), engine, tokens or tokens_of(), grammars)
-    runner = OnThread(make_app(front, limit), front, header_timeout)
+    runner = OnThread(make_app(front), front)
     front.link.on_death = runner.engine_died
     listening = bound("127.0.0.1", 0)
     loop = asyncio.new_event_loop()
