@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 from fastlayers.errors import ArgumentError, UnknownNameError, check_kind
@@ -37,13 +37,17 @@ STOP_SECONDS = 60.0
 OWN = ("host", "port", "config")
 
 
-class LocalServer:
-    """``fastlayers serve`` in a process of its own; the constructor waits until it takes requests.
+class Replica:
+    """``fastlayers serve`` in a process of this host, and what passes requests on to it; Ray makes one a replica.
+
+    The constructor waits until it takes requests.
 
     Parameters
     ----------
     arguments : sequence of str
         Of ``fastlayers serve``, but for host and port.
+    name : str
+        Told with every answer; default: Ray's own.
 
     Raises
     ------
@@ -51,32 +55,36 @@ class LocalServer:
         It ended before it was ready; with its last lines.
     """
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[str], name: str = "") -> None:
+        if not name:
+            from ray import serve
+
+            name = str(serve.get_replica_context().replica_id.unique_id)
+        self.name, self._session = name, None  # type: str, Any
         command = [sys.executable, "-m", "fastlayers_server.ray_app", str(os.getpid()), *arguments]
         self.process = subprocess.Popen(
             [*command, "--host", "127.0.0.1", "--port", "0"], stderr=subprocess.PIPE, text=True, errors="replace"
         )
-        self._ready, self._last = threading.Event(), deque[str](maxlen=20)
-        self.port = 0
-        self._reader = threading.Thread(target=self._read, name="server-log", daemon=True)
+        self._last = deque[str](maxlen=20)
+        found = next(filter(None, map(READY.search, self._lines())), None)
+        if found is None:
+            self.process.wait()
+            self.check_health()
+        else:
+            self.port = int(found[1])
+        self._reader = threading.Thread(target=deque, args=(self._lines(), 0), name="server-log", daemon=True)
         self._reader.start()
-        self._ready.wait()
-        if not self.port:
-            code = self.process.wait()
-            raise RuntimeError(f"fastlayers serve ended with exit code {code}: {''.join(self._last).strip()}")
 
-    def _read(self) -> None:
+    def _lines(self) -> Iterator[str]:
+        """Yield what the server says, and say it, too."""
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self._last.append(line)
             print(line, end="", file=sys.stderr)
-            if not self.port and (found := READY.search(line)):
-                self.port = int(found[1])
-                self._ready.set()
-        self._ready.set()
+            yield line
 
-    def check(self) -> None:
-        """Raise :class:`RuntimeError` if the process has ended."""
+    def check_health(self) -> None:
+        """Tell Ray, by raising :class:`RuntimeError`, that this replica is to be started again: its process ended."""
         if (code := self.process.poll()) is not None:
             raise RuntimeError(f"fastlayers serve ended with exit code {code}: {''.join(self._last).strip()}")
 
@@ -91,21 +99,9 @@ class LocalServer:
                 self.process.wait()
         self._reader.join()
 
-
-class Replica:
-    """A server of this host, and what passes requests on to it; Ray makes one for each replica."""
-
-    def __init__(self, arguments: Sequence[str], name: str = "") -> None:
-        self.server, self.name = LocalServer(arguments), name or _replica_name()
-        self._session: Any = None
-
-    def check_health(self) -> None:
-        """Tell Ray, by raising, that this replica is to be started again."""
-        self.server.check()
-
     def __del__(self) -> None:
-        if hasattr(self, "server"):
-            self.server.stop()
+        if hasattr(self, "_reader"):
+            self.stop()
 
     async def __call__(self, request: Any) -> Any:
         """Return the server's answer to a request (of starlette's), as it comes."""
@@ -118,7 +114,7 @@ class Replica:
             self._session = aiohttp.ClientSession(
                 connector=connector, timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False
             )
-        url = f"http://127.0.0.1:{self.server.port}{request.url.path}"
+        url = f"http://127.0.0.1:{self.port}{request.url.path}"
         url += f"?{request.url.query}" if request.url.query else ""
         headers = [(name, value) for name, value in request.headers.items() if name not in HOP]
         body = await request.body()
@@ -143,12 +139,6 @@ async def _chunks(answer: Any) -> AsyncIterator[bytes]:
     with contextlib.closing(answer):
         async for chunk in answer.content.iter_any():
             yield chunk
-
-
-def _replica_name() -> str:
-    from ray import serve
-
-    return str(serve.get_replica_context().replica_id.unique_id)
 
 
 def arguments_of(given: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
@@ -178,17 +168,13 @@ def arguments_of(given: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
         raise ArgumentError("ray_app", "num_replicas", repr(numbers["num_replicas"]), "a number from 1 on")
     if not re.fullmatch(r"\d{0,2}", numbers["num_gpus"]):
         raise ArgumentError("ray_app", "num_gpus", repr(numbers["num_gpus"]), "a number of GPUs, 0: on the CPU")
-    ranks = config.tp * config.attn_dp_size
-    gpus = int(numbers["num_gpus"]) if numbers["num_gpus"] else ranks * _cuda()
+    if not numbers["num_gpus"]:
+        import torch
+
+        numbers["num_gpus"] = str(config.tp * config.attn_dp_size * torch.cuda.is_available())
     # Waiting requests are the server's business, which refuses some; Ray's own default would hold back the sixth.
     options = {"num_replicas": int(numbers["num_replicas"]), "max_ongoing_requests": config.limit_concurrency}
-    return arguments, {**options, "ray_actor_options": {"num_cpus": 1, "num_gpus": gpus}}
-
-
-def _cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
+    return arguments, {**options, "ray_actor_options": {"num_cpus": 1, "num_gpus": int(numbers["num_gpus"])}}
 
 
 def build(args: Mapping[str, Any]) -> Any:

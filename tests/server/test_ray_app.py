@@ -21,7 +21,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from fastlayers.errors import ArgumentError
-from fastlayers_server.ray_app import LocalServer, Replica, arguments_of, build
+from fastlayers_server.ray_app import Replica, arguments_of, build
 
 NAME = "tiny_deepseek_v3"
 QUESTION = {"model": NAME, "messages": [{"role": "user", "content": "What is 127 + 45?"}], "temperature": 0}
@@ -31,7 +31,7 @@ QUESTION = {"model": NAME, "messages": [{"role": "user", "content": "What is 127
 def replica() -> Iterator[Replica]:
     made = Replica(["tiny", "--api-key", "secret"], "first")
     yield made
-    made.server.stop()
+    made.stop()
 
 
 def ask(replica: Replica, method: str, path: str, **options: Any) -> httpx.Response:
@@ -53,7 +53,7 @@ KEY = {"authorization": "Bearer secret"}
 
 
 def test_answers_are_the_servers_own(replica: Replica) -> None:
-    base = f"http://127.0.0.1:{replica.server.port}"
+    base = f"http://127.0.0.1:{replica.port}"
     direct = httpx.post(f"{base}/v1/chat/completions", json=QUESTION, headers=KEY, timeout=60)
     through = ask(replica, "POST", "/v1/chat/completions", json=QUESTION, headers=KEY)
     assert through.status_code == direct.status_code == 200
@@ -89,8 +89,8 @@ def test_streams_come_as_they_are_made(replica: Replica) -> None:
 def test_a_server_that_is_gone_is_told() -> None:
     made = Replica(["tiny"], "short")
     made.check_health()
-    made.server.process.kill()
-    made.server.process.wait()
+    made.process.kill()
+    made.process.wait()
     with pytest.raises(RuntimeError, match="exit code -9"):
         made.check_health()
     answer = ask(made, "GET", "/health")
@@ -99,12 +99,12 @@ def test_a_server_that_is_gone_is_told() -> None:
         "message": "", "type": "server_error", "param": None, "code": "engine_restarting"
     }  # fmt: skip
     assert answer.headers["retry-after"] == "1"
-    made.server.stop()
+    made.stop()
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"exit code [1-9](.|\n)*nowhere"):
-        LocalServer([str(tmp_path / "nowhere")])
+        Replica([str(tmp_path / "nowhere")], "lost")
 
 
 def test_a_server_ends_with_its_replica() -> None:
