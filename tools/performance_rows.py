@@ -26,7 +26,7 @@ MISSING = "not measured yet"
 
 
 def read(part: str) -> list[Row]:
-    """Return the rows of a part, ``[]`` if it was not measured; of several runs of a point the last counts.
+    """Return the rows of a part, ``[]`` if it was not measured; of several runs of a point the last counts, whole.
 
     A line that names a device heads those below it, the first one those above it, too: what another device than the
     page's measured is left out.
@@ -35,15 +35,32 @@ def read(part: str) -> list[Row]:
     if not path.is_file():
         return []
     rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    kept: dict[Any, Row] = {}
+    kept: list[Row] = []
     heads = [run if isinstance(run := row.get("run", row), dict) else {} for row in rows]
     named = [head.get("device", head.get("gpu")) for head in heads]
     device = next(filter(None, named), "")
-    for index, (row, name) in enumerate(zip(rows, named, strict=True)):
+    for row, name in zip(rows, named, strict=True):
         device = name or device
         if device.removeprefix("NVIDIA ").split(" ")[0] != DEVICE:
             continue
-        kept[(row["key"], row["backend"], json.dumps(row["config"])) if "key" in row else index] = row
+        kept.append(row)
+    return last_runs(kept)
+
+
+def last_runs(rows: Iterable[Row]) -> list[Row]:
+    """Return rows without those of points that a later run has, whose backends and configurations may be others."""
+    numbered, last, run = list[tuple[int, Row]](), dict[str, int](), 0
+    for row in rows:
+        run += "run" in row
+        numbered.append((run, row))
+        if "key" in row:
+            last[row["key"]] = run
+    kept: dict[Any, Row] = {}
+    for index, (run, row) in enumerate(numbered):
+        if "key" not in row:
+            kept[index] = row
+        elif last[row["key"]] == run:
+            kept[row["key"], row["backend"], json.dumps(row["config"])] = row
     return list(kept.values())
 
 

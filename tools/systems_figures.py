@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from performance_rows import last_runs
+
 from fastlayers.attention.meta import AttentionBatch
 from fastlayers.attention.mla.prefix_chunks import MLAThresholds, select_path
 
@@ -24,15 +26,11 @@ Found = tuple[str, str] | None
 
 
 def read(file: str) -> list[Row]:
-    """Return the rows of a result file, none where it is not there; of several runs of a key the last counts."""
+    """Return the rows of a result file, none where it is not there; of several runs of a point the last counts."""
     path = RESULTS / file
     if not path.is_file():
         return []
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    kept: dict[Any, Row] = {}
-    for index, row in enumerate(rows):
-        kept[(row["key"], row["backend"], json.dumps(row["config"])) if "key" in row else index] = row
-    return list(kept.values())
+    return last_runs(json.loads(line) for line in path.read_text().splitlines() if line.strip())
 
 
 def _share(pairs: Sequence[tuple[float, float]], name: str) -> Found:

@@ -243,6 +243,17 @@ def test_targets_come_from_the_rows(tables: Any, tmp_path: Path) -> None:
     assert "commit abc" in tables.targets() and "](plots/fp8_linear_fp8_linear_N36864_K7168.svg)" in table
 
 
+def test_a_point_measured_again_has_nothing_of_the_earlier_run(tables: Any, tmp_path: Path) -> None:
+    """What was fastest then, by a configuration that nobody chooses any more, is neither ours nor a peer's time."""
+    write(tmp_path, "fp8_linear", [
+        point(1, "triton", 9.0, auto=True, config={"BLOCK_M": 16}), point(1, "deep_gemm", 5.0), point(4, "triton", 1.0),
+        {"run": {"device": "H200 (sm_90)", "torch": "2.11", "command": "c", "commit": "d"}},
+        point(1, "triton", 6.0, auto=True, config={"BLOCK_M": 64}), point(1, "flashinfer", 10.0),
+    ])  # fmt: skip
+    kept = [(row["tokens"], row["backend"], row["us"]) for row in tables.read("fp8_linear") if "key" in row]
+    assert kept == [(4, "triton", 1.0), (1, "triton", 6.0), (1, "flashinfer", 10.0)]
+
+
 def test_a_peer_counts_as_the_best_peer_and_its_absence_is_said(tables: Any, tmp_path: Path) -> None:
     assert tables.experts() == tables.MISSING
     rows = [point(1, "triton", 10.0, auto=True), point(1, "deep_gemm", 20.0)]
