@@ -42,8 +42,8 @@ _SMALL = {
 SMALL: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": {
         **_SMALL, "num_key_value_heads": 4, "moe_intermediate_size": 128, "n_routed_experts": 8, "n_group": 2,
-        "topk_group": 1, "num_experts_per_tok": 2, "q_lora_rank": 128, "kv_lora_rank": 64, "qk_rope_head_dim": 32,
-        "qk_nope_head_dim": 32, "v_head_dim": 32,
+        "topk_group": 1, "num_experts_per_tok": 2, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 128, "v_head_dim": 128,
     },
     "gpt_oss": {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
