@@ -307,8 +307,15 @@ def test_states_follow_from_figures(tool: Any, tmp_path: Path, monkeypatch: pyte
     put("performance/capture.jsonl", captures[0] | {"capture_s": 2.1}, *captures[1:])
     assert state(56)[1] == "not done: slower frozen: 2.10 s against 1.20"
     put("flashmla_h200.jsonl", {"what": "flashmla", "flashmla_us": 9.0, "triton_us": 10.0})
-    put("drafts_h200.jsonl", {"way": "mtp", "prompts": "chats", "fewer": 2.0, "equal_tokens": [64, 63], "of": 64})
+    put("drafts_h200.jsonl", {"way": "mtp", "prompts": "chats", "fewer": 2.0, "ticks": 9,
+                               "equal_tokens": [64, 63], "of": 64})  # fmt: skip
     assert state(7)[1] == "done" and state(61)[1] == "not done: 1 ways say other tokens"
+    way = {"way": "mtp", "prompts": "chats", "fewer": 2.0, "ticks": 20, "equal_tokens": [64], "of": 64}
+    for eager, told in ((2.0, "done"), (3.0, "not done: 3 steps of 20 ticks ran uncaptured")):
+        put("drafts_h200.jsonl", way, {"way": "mtp", "uncaptured": {"no graph for greedy": eager}})
+        assert state(61)[1] == told
+    put("gated_h200.jsonl", {"one_us": 5.0, "two_us": 6.0}, {"backend": "deep_gemm", "refused": "is disabled"})
+    assert state(40)[1] == "done"
     row = {"key": "a", "layer": "int8_linear", "config": {}, "us": 2.0}
     put("products_h200.jsonl", row | {"backend": "triton"})
     assert "not done" in state(47)[1]
