@@ -213,6 +213,16 @@ def weights_alone() -> Found:
     return f"tuned: int8 {counts[0]} shapes, weights alone {counts[1]}; 4 bits, up to 16 rows: {found[0]}", found[1]
 
 
+def narrow_rows() -> Found:
+    """Item 50: the gather of 16,384 rows in FP8, whole and behind a norm in one launch."""
+    rows = [row for row in read("two_gpus_exchange_h200.jsonl") if "gather_fp8_us" in row and row["rows"] == 16384]
+    if not rows:
+        return None
+    plain, wide, normed = (rows[-1][f"{name}_us"] for name in ("gather_fp8", "gather", "norm_gather_fp8"))
+    text = f"16,384 FP8 rows: {plain:.0f} µs, in bf16 {wide:.0f}; behind a norm in one launch {normed:.0f}"
+    return text, f"16,384 FP8 rows take {plain:.0f} µs, 200 wanted" if plain > 200 else ""
+
+
 def groups() -> Found:
     """Item 53: two attention groups beside two ranks that share each layer: tokens a second, and in the cache."""
     held: dict[bool, dict[int, Row]] = {True: {}, False: {}}
@@ -337,6 +347,7 @@ FIGURES = (
            lambda: _against("products_h200.jsonl", "bmm", "sgl_kernel")),
     Figure(47, "int8 products", "products_h200.jsonl#int8_linear",
            lambda: _against("products_h200.jsonl", "int8_linear", "sgl_kernel")),
+    Figure(50, "rows in FP8 between ranks", "two_gpus_exchange_h200.jsonl#gather_fp8_us", narrow_rows),
     Figure(53, "attention groups beside ranks", "two_gpus_slice_h200.jsonl#decode_groups", groups),
     Figure(58, "a chain of 10,000 dependent launches", "gpu_suite_h200.json#passed", suite),
     Figure(56, "capture of all buckets", "performance/capture.jsonl#frozen", capture),

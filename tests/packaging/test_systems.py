@@ -129,11 +129,21 @@ def test_no_guard_of_the_registry_is_left_out() -> None:
     assert notes == named
 
 
+def listed() -> dict[str, tuple[str, list[str]]]:
+    """Return what the page's last table of layers says: items and rows of each."""
+    found = re.findall(r"^\| `(\w+)` \| ([\d, ]+) \| ((?:`\w+` ?)+) \|$", PAGE.read_text(), re.MULTILINE)
+    return {layer: (items, re.findall(r"\w+", rows)) for layer, items, rows in found}
+
+
 def test_every_layer_belongs_to_an_item() -> None:
-    listed = dict(re.findall(r"^\| `(\w+)` \| ([\d, ]+) \|$", PAGE.read_text(), re.MULTILINE))
-    assert set(listed) == {*LAYERS, *COLLECTIVES}
-    wrong = [layer for layer, items in listed.items() if not all(0 < int(i) < 67 for i in items.split(","))]
+    assert set(listed()) == {*LAYERS, *COLLECTIVES, *PARTS}
+    wrong = [layer for layer, (items, _) in listed().items() if not all(0 < int(i) < 67 for i in items.split(","))]
     assert wrong == []
+
+
+@pytest.mark.parametrize("layer", [*LAYERS, *COLLECTIVES, *PARTS])
+def test_the_page_names_the_registrys_rows_in_their_order(layer: str) -> None:
+    assert listed()[layer][1] == [row.name for row in builtin_registry(layer).ranked]
 
 
 def test_parts_that_are_no_layer_have_rows() -> None:
