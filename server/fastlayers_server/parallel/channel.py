@@ -5,8 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-import torch
-
 from fastlayers.comm.board import Board
 from fastlayers.comm.parallel import Axis
 from fastlayers_server.stalls import freeze
@@ -46,19 +44,6 @@ class Channel:
         """Have the other ranks do what this one did; returns how many objects each rank's collector leaves alone."""
         self.tell(FREEZE)
         return [int(each) for each in self.collect(str(objects).encode())]
-
-
-def pack(tensor: torch.Tensor) -> bytes:
-    """Return a tensor of int32 (masks of a grammar) as bytes: its rows, then its values."""
-    rows = tensor.to("cpu", torch.int32).contiguous()
-    return rows.shape[0].to_bytes(8, "little") + rows.numpy().tobytes()
-
-
-def unpack(message: bytes, device: torch.device) -> torch.Tensor:
-    """Return the tensor of :func:`pack` on a device."""
-    rows = int.from_bytes(message[:8], "little")
-    values = torch.frombuffer(bytearray(message[8:]), dtype=torch.int32)
-    return values.view(rows, -1).to(device)
 
 
 class Digest:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 
+import torch
+
 from fastlayers.errors import CollectiveMismatch
 from fastlayers_server.engine.executor import TorchExecutor, TorchStep
-from fastlayers_server.parallel.channel import Channel, Digest, unpack
+from fastlayers_server.parallel.channel import Channel, Digest
 from fastlayers_server.parallel.frames import Mirror
 
 AHEAD = 2  # plans that are launched before the tokens of the first are waited for
@@ -39,7 +41,8 @@ def follow(executor: TorchExecutor, channel: Channel) -> None:
         if plan.masked:
             masks = channel.hear()
             assert masks is not None
-            step.sample(unpack(masks, executor.model.device))
+            rows = torch.frombuffer(bytearray(masks), dtype=torch.int32).view(len(plan.sampled), -1)
+            step.sample(rows.to(executor.model.device))
         flying.append(step)
         while len(flying) > AHEAD:
             _settle(flying, digest, known)

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fastlayers_server.engine.loop import Executor, Step
 from fastlayers_server.engine.request import TickPlan, TickResult
-from fastlayers_server.parallel.channel import Channel, Digest, pack
+from fastlayers_server.parallel.channel import Channel, Digest
 from fastlayers_server.parallel.frames import encode
 
 
 class LeaderStep:
-    """A launched plan whose masks the other ranks get, too."""
+    """A launched plan of all ranks."""
 
-    def __init__(self, step: Step, channel: Channel, digest: Digest) -> None:
-        self._step, self._channel, self._digest = step, channel, digest
-
-    def sample(self, masks: Any = None) -> None:
-        """Draw, see :class:`~fastlayers_server.engine.loop.Step`."""
-        self._channel.tell(pack(masks))
-        self._step.sample(masks)
+    def __init__(self, step: Step, leader: Leader) -> None:
+        self._step, self._leader = step, leader
 
     def first(self) -> list[list[int]]:
         """Of this rank; the others compare what :meth:`result` tells."""
@@ -29,11 +25,14 @@ class LeaderStep:
         """Whether this rank's tokens are there."""
         return self._step.done()
 
-    def result(self) -> TickResult:
+    def sample(self, masks: Any = None) -> None:
+        """Draw, see :class:`~fastlayers_server.engine.loop.Step`; the others get the masks, too."""
+        self._leader.channel.tell(masks.numpy().tobytes())
+        self._step.sample(masks)
+
+    def result(self) -> Any:
         """Wait for the tokens."""
-        found = self._step.result()
-        self._digest.add(found.tokens)
-        return found
+        return self._leader.reported(self._step.result)
 
 
 class Leader:
@@ -47,20 +46,26 @@ class Leader:
     """
 
     def __init__(self, executor: Executor, channel: Channel) -> None:
-        self._executor, self._channel, self._digest = executor, channel, Digest()
+        self._executor, self.channel, self._digest = executor, channel, Digest()
 
     def launch(self, plan: TickPlan) -> LeaderStep:
         """Tell the others, and begin."""
-        self._channel.tell(encode(plan, self._digest.count, self._digest.value))
-        return LeaderStep(self._executor.launch(plan), self._channel, self._digest)
+        self.channel.tell(encode(plan, self._digest.count, self._digest.value))
+        return LeaderStep(self._executor.launch(plan), self)
+
+    def reported(self, result: Callable[[], TickResult]) -> Any:
+        """Return the tokens, once they are among those that the others are to have."""
+        found = result()
+        self._digest.add(found.tokens)
+        return found
 
     def close(self) -> None:
         """Let the other ranks end."""
-        self._channel.tell(None)
+        self.channel.tell(None)
 
     def explain(self) -> Any:
         """Of this rank, see :class:`~fastlayers_server.engine.loop.Executor`; and how many there are."""
-        return {**self._executor.explain(), "ranks": self._channel.size}
+        return {**self._executor.explain(), "ranks": self.channel.size}
 
     def backends(self) -> list[dict[str, Any]]:
         """Of this rank; those of the others are equal, or the engine would not have started."""

@@ -23,7 +23,7 @@ from fastlayers_server.engine.step import SlotStep
 from fastlayers_server.parallel.channel import Channel
 from fastlayers_server.parallel.frames import Mirror, encode
 from fastlayers_server.parallel.groups import GroupsPlan
-from fastlayers_server.parallel.leader import Leader
+from fastlayers_server.parallel.leader import Leader, LeaderStep
 
 REPORT = b"report"
 
@@ -111,26 +111,12 @@ class GroupExecutor(TorchExecutor):
         return any(self.decoding.counts or (len(plan.rows),))
 
 
-class TogetherStep:
-    """A launched plan of all groups."""
-
-    def __init__(self, step: TorchStep, leader: GroupLeader) -> None:
-        self._step, self._leader = step, leader
-
-    def sample(self, masks: Any = None) -> None:
-        """Nothing: no plan of several groups is masked."""
+class TogetherStep(LeaderStep):
+    """A launched plan of all groups, which is never masked."""
 
     def first(self) -> list[list[int]]:
         """None: tokens of other groups come all at once."""
         return []
-
-    def done(self) -> bool:
-        """Whether the first group's tokens are there."""
-        return self._step.done()
-
-    def result(self) -> Any:
-        """Wait for the tokens of all groups."""
-        return self._leader.reported(self._step.result)
 
 
 class GroupLeader(Leader):
@@ -146,7 +132,7 @@ class GroupLeader(Leader):
         assert isinstance(plan, GroupsPlan) and isinstance(self._executor, GroupExecutor)
         extends = tuple(each.extend_tokens for each in plan.plans)
         rows = tuple(len(each.rows) for each in plan.plans)
-        self._channel.tell(_pack(Envelope(tuple(map(encode, plan.plans)), extends, rows)))
+        self.channel.tell(_pack(Envelope(tuple(map(encode, plan.plans)), extends, rows)))
         return TogetherStep(self._executor.launch_together(plan.plans[0], extends, rows), self)
 
     def reported(self, result: Any) -> list[TickResult]:
@@ -157,8 +143,8 @@ class GroupLeader(Leader):
         CollectiveMismatch
             The ranks of a group drew other tokens.
         """
-        self._channel.tell(REPORT)
-        found = [_result(each) for each in self._channel.collect(_pack(result()))]
+        self.channel.tell(REPORT)
+        found = [_result(each) for each in self.channel.collect(_pack(result()))]
         size = self._ranks_of_a_group
         for group in range(self._groups):
             for rank in range(group * size + 1, (group + 1) * size):

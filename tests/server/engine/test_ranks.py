@@ -8,15 +8,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from fastlayers.errors import ArgumentError, CollectiveMismatch
 from fastlayers_server.engine import protocol as p
 from fastlayers_server.engine.request import ENDED, Chunk, Request, TickPlan
 from fastlayers_server.parallel import channel, follower
 from fastlayers_server.parallel.frames import Mirror, encode
+from fastlayers_server.parallel.leader import Leader
 from fastlayers_server.serve_config import parse
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -147,6 +150,21 @@ def test_other_tokens_than_the_first_ranks_are_noticed() -> None:
     with pytest.raises(CollectiveMismatch, match="rank 1 drew other tokens than rank 0 in one of the first 2 steps"):
         follower.follow(wrong, wrong)  # type: ignore[arg-type]
     assert wrong.launched == 2
+
+
+def test_masks_of_the_first_rank_are_those_of_the_others() -> None:
+    plan = TickPlan(1, [request(1, grammar="g"), request(2)])
+    plan.rows, plan.starts = plan.admitted[::-1], [2, 2]
+    plan.complete()
+    told: list[bytes] = []
+    seen: list[torch.Tensor] = []
+    step = SimpleNamespace(sample=seen.append, result=lambda: TickResultOf([3]))
+    executor: Any = SimpleNamespace(launch=lambda plan: step, model=SimpleNamespace(device=torch.device("cpu")))
+    masks = torch.tensor([[-1, -1, -1], [5, 0, -7]], dtype=torch.int32)
+    Leader(executor, SimpleNamespace(tell=told.append)).launch(plan).sample(masks)  # type: ignore[arg-type]
+    heard = iter([*told, None])
+    follower.follow(executor, SimpleNamespace(rank=1, hear=lambda: next(heard)))  # type: ignore[arg-type]
+    assert len(seen) == 2 and seen[0] is masks and seen[1].dtype == torch.int32 and torch.equal(seen[1], masks)
 
 
 def test_what_several_ranks_cannot_is_refused() -> None:
