@@ -306,8 +306,9 @@ class Engine:
     def _flush(self) -> None:
         outputs = self.scheduler.outputs
         if outputs:
-            self.scheduler.outputs = []
-            self.deliver(StepOut(self.epoch, tuple(outputs), self.clock()))
+            told = tuple(outputs)
+            outputs.clear()
+            self.deliver(StepOut(self.epoch, told, self.clock()))
         now = self.clock()
         if now - self._told_at >= STATS_SECONDS:
             self._told_at = now

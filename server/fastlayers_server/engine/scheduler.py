@@ -40,7 +40,7 @@ class Scheduler:
     Attributes
     ----------
     outputs : list of Output
-        News for the front since the caller took them last.
+        News for the front since the caller took them, and cleared the list.
     """
 
     def __init__(self, config: SchedulerConfig, budget: Budget | None = None) -> None:

@@ -10,44 +10,22 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from fastlayers_server.engine.protocol import Output, Submit, unpack_ids
-from fastlayers_server.engine.request import Chunk, Request, TickPlan, TickResult
+import msgspec
+
+from fastlayers_server.engine.protocol import Submit, unpack_ids
+from fastlayers_server.engine.request import Request, TickPlan, TickResult
 from fastlayers_server.engine.scheduler import Scheduler
 
 # A group that has so much of a prompt cached gets it, unless it has so many times as much to do as another.
 CACHED_SHARE, BUSIER = 0.5, 1.5
 
 
-@dataclass
-class GroupsPlan:
-    """One tick of all groups: the part of a :class:`~fastlayers_server.engine.request.TickPlan` that a loop reads."""
+class GroupsPlan(TickPlan):
+    """One tick of all groups: their plans, and of all what a loop reads; no group drafts, or has grammars."""
 
-    plans: list[TickPlan]
-    masked = mixed = False
-    early = 0
-
-    @property
-    def empty(self) -> bool:
-        """Whether no group has anything to launch."""
-        return all(plan.empty for plan in self.plans)
-
-    @property
-    def rows(self) -> list[Request]:
-        """Of all groups."""
-        return [request for plan in self.plans for request in plan.rows]
-
-    @property
-    def chunks(self) -> list[Chunk]:
-        """Of all groups."""
-        return [chunk for plan in self.plans for chunk in plan.chunks]
-
-    @property
-    def verify(self) -> list[Chunk]:
-        """None: drafts are one group's."""
-        return []
+    plans: list[TickPlan] = msgspec.field(default_factory=list)
 
 
 class _All:
@@ -77,24 +55,15 @@ class Groups:
 
     def __init__(self, schedulers: Sequence[Scheduler]) -> None:
         self.each, first = list(schedulers), schedulers[0]
-        self.config, self.budget, self.metrics, self.history = first.config, first.budget, first.metrics, first.history
+        self.config, self.budget, self.metrics = first.config, first.budget, first.metrics
+        self.history, self.outputs = first.history, first.outputs
         for scheduler in self.each[1:]:  # told and measured once
             scheduler.budget, scheduler.metrics, scheduler.history = self.budget, self.metrics, self.history
-        self.outputs = []
+            scheduler.outputs = first.outputs  # news of all groups, in the order in which they came
         self.live: ChainMap[int, Request] = ChainMap(*(scheduler.live for scheduler in self.each))
         self.running = _All([scheduler.running for scheduler in self.each])
         self.queue = _All([scheduler.queue for scheduler in self.each])
         self.cache = _Caches([scheduler.cache for scheduler in self.each])
-
-    @property
-    def outputs(self) -> list[Output]:
-        """News of all groups, in the order in which they came."""
-        return self.each[0].outputs
-
-    @outputs.setter
-    def outputs(self, outputs: list[Output]) -> None:
-        for scheduler in self.each:
-            scheduler.outputs = outputs
 
     @property
     def ticks(self) -> int:
@@ -148,7 +117,9 @@ class Groups:
 
     def plan(self, now: float, draft: Any = None) -> GroupsPlan:
         """Decide what the next tick of every group launches."""
-        return GroupsPlan([scheduler.plan(now) for scheduler in self.each])
+        plans = [scheduler.plan(now) for scheduler in self.each]
+        rows, chunks = [row for each in plans for row in each.rows], [chunk for each in plans for chunk in each.chunks]
+        return GroupsPlan(plans[0].tick, rows=rows, chunks=chunks, plans=plans)
 
     def commit(self, plan: GroupsPlan, results: Sequence[TickResult], now: float) -> None:
         """Take the tokens of a launched plan, group by group."""

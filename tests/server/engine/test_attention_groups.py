@@ -59,7 +59,7 @@ def groups_with(*prompts: list[int]) -> Groups:
         while not made.each[0].idle:
             plan = made.each[0].plan(0.0)
             made.each[0].commit(plan, TickResult([[7]] * len(plan.sampled)), 0.0)
-    made.outputs = []
+    made.outputs.clear()
     return made
 
 
@@ -341,5 +341,6 @@ def test_what_groups_cannot_is_refused() -> None:
 
 
 def test_an_empty_plan_of_groups_has_nothing() -> None:
-    plan = GroupsPlan([TickPlan(1), TickPlan(1)])
+    plan = groups_with().plan(0.0)
+    assert isinstance(plan, GroupsPlan) and len(plan.plans) == 2
     assert plan.empty and not plan.rows and not plan.chunks and not plan.verify and not plan.masked

@@ -105,7 +105,8 @@ class World:
 
     def collect(self) -> None:
         """Take the news as a front does: one end each, nothing behind it."""
-        outputs, self.scheduler.outputs = self.scheduler.outputs, []
+        outputs = list(self.scheduler.outputs)
+        self.scheduler.outputs.clear()
         self.hear(outputs)
 
     def hear(self, outputs: Sequence[Output]) -> None:
