@@ -50,7 +50,7 @@ class Budget:
 
     def decode_seconds(self, rows: int) -> float:
         """Return what a decode step of so many rows takes; 0.0 where nothing was measured."""
-        return _of(self.decode, rows)
+        return next((took for size, took in self.decode.items() if size >= rows), 0.0)
 
     def backlog(self, rows: int, waiting: int) -> bool:
         """Whether so many wait that whole steps serve all best; it takes measured times to know better."""
@@ -64,16 +64,12 @@ class Budget:
         is one that fewer rows share. With ``mixed`` ones, which a backlog does not have, no step has more tokens than
         ``max_tokens``, for which kernels were warmed up.
         """
-        found = self._chunk(rows, waiting)
+        key, found = (rows, max(waiting, PATIENT)), self.max_tokens
+        if rows and self.extend and self.target and not self.backlog(rows, waiting):
+            if key not in self._chunks:
+                self._chunks[key] = self._fitting(*key)
+            found = self._chunks[key]
         return min(found, max(self.max_tokens - rows, LEAST)) if mixed else found
-
-    def _chunk(self, rows: int, waiting: int) -> int:
-        if not rows or not self.extend or not self.target or self.backlog(rows, waiting):
-            return self.max_tokens
-        key = rows, max(waiting, PATIENT)
-        if key not in self._chunks:
-            self._chunks[key] = self._fitting(*key)
-        return self._chunks[key]
 
     def whole(self, rows: int) -> int:
         """Return the prompt tokens of a whole step that so many decoding rows have to wait for."""
@@ -105,10 +101,6 @@ class Budget:
         if not tokens:
             return _between(self.decode, rows)
         return _between(self.extend, tokens + rows) + _between(self.beside, rows) if self.beside else 0.0
-
-
-def _of(seconds: dict[int, float], rows: int) -> float:
-    return next((took for size, took in seconds.items() if size >= rows), 0.0)
 
 
 def _between(seconds: dict[int, float], size: int) -> float:

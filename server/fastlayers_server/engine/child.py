@@ -28,7 +28,7 @@ from fastlayers_server import log as logs
 from fastlayers_server.engine.config import EngineConfig
 from fastlayers_server.engine.loop import Engine
 from fastlayers_server.engine.protocol import Beat, Died, FromEngine, encode, to_engine
-from fastlayers_server.stalls import Collections, Stalls
+from fastlayers_server.stalls import Collections
 
 log = logging.getLogger("fastlayers_server.engine.child")  # it runs as __main__
 REFUSED = 3
@@ -82,7 +82,8 @@ class Child:
             self.engine = make(self._tell, self.epoch)
             self.engine.begin(self.deliver)
             self.phase = "serving"
-            with Collections(partial(_collected, self.engine.stalls)):
+            note = self.engine.stalls.note
+            with Collections(lambda generation, seconds: note("collector", seconds, generation=generation)):
                 self.engine.run()
             code = 0
         except Exception as error:
@@ -130,10 +131,6 @@ class Child:
                 beat_at = now + BEAT_SECONDS
                 self._beat()
         self._in.close()
-
-
-def _collected(stalls: Stalls, generation: int, seconds: float) -> None:
-    stalls.note("collector", seconds, generation=generation)
 
 
 class ChildThread(threading.Thread):

@@ -145,10 +145,15 @@ class EngineClient:
             self._hand_over(message)
 
     def _hand_over(self, message: ToEngine) -> None:
+        """Give a message to the engine, or keep it until there is one; under the lock."""
         if self._out is None:
             self._early.append(message)
-        else:
-            self._pass(self._out, message)
+            return
+        try:
+            self._out.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            log.error("the engine takes no messages; its process is killed")
+            self._kill()
 
     def shutdown(self, timeout: float = 0.0) -> None:
         """Refuse what comes from now on, let what runs and waits end for ``timeout`` seconds, then end the rest.
@@ -171,14 +176,6 @@ class EngineClient:
             if self._child is not None:
                 self._child.kill()
             self._thread.join(0.05)
-
-    def _pass(self, out: zmq.Socket[bytes], message: ToEngine) -> None:
-        """Give a message to the engine; under the lock, as :meth:`_hand_over`."""
-        try:
-            out.send(encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            log.error("the engine takes no messages; its process is killed")
-            self._kill()
 
     def _deliver(self, message: FromEngine) -> None:
         with self._delivering:
@@ -289,10 +286,9 @@ class EngineClient:
         if isinstance(message, EngineInfo):
             self.phase = "serving"
             with self._lock:
-                self._out = out
-                for early in self._early:
-                    self._pass(out, early)
-                self._early.clear()
+                self._out, early, self._early = out, self._early, []
+                for each in early:
+                    self._hand_over(each)
 
     def _hung(self, tick: int, reason: str) -> None:
         if self._make is None:

@@ -272,8 +272,7 @@ class TorchExecutor:
             s = request.submit.sampling
             params = SamplingParams(s.temperature, s.top_k, s.top_p, s.min_p)
             rows[request.slot - 1] = Row(0, params, s.seed, len(request.tokens) - request.prompt_len)
-            if request.general or request.submit.min_new_tokens:
-                self.special.admit(request)
+            self.special.admit(request)
         self.decoding.table.put(rows)
         if self.mtp is not None and self.mtp.active:
             for chunk in chunks:

@@ -31,13 +31,6 @@ START_SECONDS = 60.0  # for the worker to read the tokenizer
 SLOW_SECONDS, PATIENCE = 0.005, 3
 
 
-class Found(msgspec.Struct, array_like=True):
-    """What a worker answers: a serialised grammar, or what is wrong with the source."""
-
-    serialized: str
-    wrong: str
-
-
 class GrammarWorker:
     """Compiles grammars in a process of its own, one at a time, within limits; a front's, for asyncio.
 
@@ -95,10 +88,10 @@ class GrammarWorker:
             await self._start()
             assert self._process is not None and self._process.stdin is not None
             self._process.stdin.write(msgspec.json.encode(source) + b"\n")
-            found = await self._answer(self.timeout)
-        if found.wrong:
-            raise ValueError(found.wrong)
-        return found.serialized
+            serialized, wrong = await self._answer(self.timeout)
+        if wrong:
+            raise ValueError(wrong)
+        return serialized
 
     async def close(self) -> None:
         """End the process."""
@@ -106,11 +99,12 @@ class GrammarWorker:
             self._process.kill()
             await self._process.wait()
 
-    async def _answer(self, seconds: float) -> Found:
+    async def _answer(self, seconds: float) -> tuple[str, str]:
+        """Return a serialised grammar, or what is wrong with the source; "" for the other one."""
         assert self._process is not None and self._process.stdout is not None
         try:
             async with asyncio.timeout(seconds):
-                return msgspec.json.decode(await self._process.stdout.readuntil(), type=Found)
+                return msgspec.json.decode(await self._process.stdout.readuntil(), type=tuple[str, str])
         except asyncio.IncompleteReadError as error:
             await self._process.wait()
             raise ValueError("the grammar could not be compiled within the memory allowed") from error
@@ -142,19 +136,19 @@ def work(arguments: Sequence[str]) -> None:
     )
     resource.setrlimit(resource.RLIMIT_DATA, (int(memory), int(memory)))
 
-    def answer(found: Found) -> None:
-        sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")
+    def answer(serialized: str, wrong: str) -> None:
+        sys.stdout.buffer.write(msgspec.json.encode((serialized, wrong)) + b"\n")
         sys.stdout.buffer.flush()
 
-    answer(Found("", ""))
+    answer("", "")
     for line in sys.stdin.buffer:
         text = msgspec.json.decode(line, type=str)
         try:
-            answer(Found(str(compiler.compile_structural_tag(text).serialize_json()), ""))
+            answer(str(compiler.compile_structural_tag(text).serialize_json()), "")
         except (RuntimeError, ValueError, TypeError) as error:
             # Its time, place and condition in the library's own source are nothing to a client.
             said = PLACE.sub("", (str(error).strip().splitlines() or [type(error).__name__])[-1])
-            answer(Found("", said[:500]))
+            answer("", said[:500])
 
 
 class GrammarMasks:

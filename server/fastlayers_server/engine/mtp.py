@@ -47,11 +47,6 @@ class Growing:
         self.spine: list[int] = []
         self.inputs: list[torch.Tensor] = []
 
-    @property
-    def rows_end(self) -> int:
-        """Rows of the layer's cache that the request then has."""
-        return self.rows + len(self.spine)
-
     def add(self, scores: list[list[float]], ids: list[list[int]], keep: int) -> None:
         """Add drafts behind each of the front, of which the best are the next one."""
         first = len(self.ids)
@@ -200,7 +195,7 @@ class MTPDrafts:
                 g.add(scores[part], ids[part], self.topk)
                 self._drafts[g.request] = g
                 place = part.stop
-            growing = [g for g in growing if g.rows_end <= len(g.request.pages) * self._size]
+            growing = [g for g in growing if g.rows + len(g.spine) <= len(g.request.pages) * self._size]
             if depth + 1 == count or not growing:
                 return
             # Of a chain only the last row is new; a tree's are computed again, so that one mask tells who sees whom.

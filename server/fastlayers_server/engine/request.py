@@ -40,12 +40,6 @@ class Request:
         Of a grammar: the place in it; how many masks took too long.
     """
 
-    __slots__ = (
-        "__weakref__", "admitted_at", "cached", "end", "ended_reason", "ends", "first_at", "general", "goal",
-        "held_since", "high", "inflight", "kv", "matcher", "pages", "passed", "path", "penalised", "priority",
-        "prompt_len", "prompt_logprobs", "replay", "seq", "slot", "slow_masks", "state", "submit", "tokens", "told",
-    )  # fmt: skip
-
     def __init__(self, submit: Submit, seq: int, prompt: list[int], ends: frozenset[int], priority: int) -> None:
         self.submit, self.seq, self.tokens, self.ends, self.priority = submit, seq, prompt, ends, priority
         self.prompt_len, self.end = len(prompt), len(prompt) + submit.max_new_tokens
