@@ -17,6 +17,12 @@ from pathlib import Path
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
+from suite_heap import SuiteHeap
+
+sys.path.pop(0)
+HEAP = SuiteHeap()
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -43,14 +49,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection() -> Iterator[None]:
     """Keep the collector off meanwhile: all that comes stays, and walking through it is a fifth of the time.
 
-    Afterwards each walk takes a second, mostly through the tests: there are fewer of them than Python thinks of.
+    Afterwards each walk would take a second, mostly through the tests; see ``suite_heap.py``.
     """
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
-        gc.set_threshold(*gc.get_threshold()[:2], 100)
+        HEAP.begin()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -89,12 +95,13 @@ def _fixed_seed() -> None:
 @pytest.fixture(autouse=True)
 def _thawed() -> Iterator[None]:
     """Nothing stays frozen behind a test: what the collector does not look at counts in whatever runs next."""
-    before = gc.get_freeze_count()
+    before = HEAP.frozen_by_others
     yield
-    left = gc.get_freeze_count() - before
+    left = HEAP.frozen_by_others - before
     if left > 0:
         gc.unfreeze()
-    assert left <= 0, f"the test left {left} objects frozen"
+    HEAP.keep()
+    assert left <= 0, "the test left objects frozen"
 
 
 @pytest.fixture
