@@ -190,13 +190,7 @@ async def load(url: str, rows: int, n_in: int, n_out: int, pids: dict[str, int])
     from fastlayers_server.bench.client import Target
     from fastlayers_server.bench.datasets import random_asks
 
-    target = Target(
-        f"{url}/v1/completions",
-        "hollow",
-        False,
-        {"content-type": "application/json"},
-        {"temperature": 0, "ignore_eos": True},
-    )
+    target = Target(f"{url}/v1/completions", "hollow", False, {"temperature": 0, "ignore_eos": True})
     asks = random_asks(rows, n_in, n_out, VOCABULARY, n_out)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, read_bufsize=2**20) as session:

@@ -14,6 +14,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
+JSON = {"content-type": "application/json"}
+
 
 @dataclass(frozen=True)
 class Ask:
@@ -64,7 +66,6 @@ class Target:
     url: str
     model: str
     chat: bool
-    headers: Mapping[str, str]
     fields: Mapping[str, Any]
 
     def body(self, ask: Ask) -> bytes:
@@ -81,7 +82,7 @@ async def send(session: aiohttp.ClientSession, target: Target, ask: Ask) -> Answ
     answer.start = last = time.perf_counter()
     counted = False
     try:
-        async with session.post(target.url, data=body, headers=target.headers) as response:
+        async with session.post(target.url, data=body, headers=JSON) as response:
             if response.status != 200:
                 answer.error = f"{response.status}: {(await response.text())[:500]}"
                 return answer

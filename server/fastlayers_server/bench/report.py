@@ -55,7 +55,8 @@ def figures(
     peak_tokens, peak_requests = _peaks(good)
     met = None
     if goodput:
-        met = sum(all(_of(a, name) * 1e3 <= limit for name, limit in goodput.items()) for a in good) / duration
+        bounds = {"latency" if name == "e2el" else name: ms for name, ms in goodput.items()}
+        met = sum(all(getattr(a, name) * 1e3 <= ms for name, ms in bounds.items()) for a in good) / duration
     events = sum(1 + len(a.itl) for a in good)
     found: dict[str, Any] = {
         "duration": duration, "completed": len(good), "failed": len(answers) - len(good),
@@ -73,10 +74,6 @@ def figures(
         found |= {f"mean_{name}_ms": ms.mean(), f"median_{name}_ms": np.median(ms), f"std_{name}_ms": ms.std()}
         found |= {f"p{p:g}_{name}_ms": np.percentile(ms, p) for p in percentiles}
     return {name: float(v) if isinstance(v, np.floating) else v for name, v in found.items()}
-
-
-def _of(answer: Answer, name: str) -> float:
-    return {"ttft": answer.ttft, "tpot": answer.tpot, "e2el": answer.latency}[name]
 
 
 def _peaks(answers: Sequence[Answer]) -> tuple[float, int]:

@@ -136,33 +136,34 @@ def arrivals(config: BenchConfig, count: int) -> list[float]:
     return (times - times[0]).tolist()
 
 
-async def prepared(session: aiohttp.ClientSession, config: BenchConfig) -> tuple[Target, list[Ask]]:
-    """Wait for the server, ask what it serves, and make the prompts.
+async def prepared(session: aiohttp.ClientSession, config: BenchConfig) -> tuple[Target, list[Ask], dict[str, Any]]:
+    """Wait for the server, ask what it serves, make the prompts; return also what it says of itself.
 
     Raises
     ------
     ValueError
         The server is not there, or does not say what is needed.
     """
-    headers = {"authorization": f"Bearer {config.api_key}"} if config.api_key else {}
-    served = await _when_ready(session, config, headers)
-    model = config.model or served
+    served = await _when_ready(session, config)
+    async with session.get(f"{config.url}/server_info") as response:
+        info = await response.json() if response.status == 200 else {}
+    engine = info.get("engine") or {}
     endpoint = config.endpoint or ("/v1/chat/completions" if config.chat else "/v1/completions")
     fields: dict[str, Any] = {"temperature": config.temperature}
     fields |= {"ignore_eos": True} if config.ignore_eos else {}
-    fields |= config.extra
-    target = Target(config.url + endpoint, model, config.chat, headers | {"content-type": "application/json"}, fields)
-    return target, await _asks(session, config, headers)
+    target = Target(config.url + endpoint, config.model or served, config.chat, fields | config.extra)
+    about = {"server": info.get("version"), "config": info.get("config"), "device": engine.get("device")}
+    return target, _asks(config, engine.get("vocab_size", 0)), {"model": target.model, **about}
 
 
-async def _when_ready(session: aiohttp.ClientSession, config: BenchConfig, headers: dict[str, str]) -> str:
+async def _when_ready(session: aiohttp.ClientSession, config: BenchConfig) -> str:
     begin, why, told = time.monotonic(), "", False
     while time.monotonic() < begin + config.ready_timeout:
         if not told and time.monotonic() > begin + SILENT_SECONDS:
             told = True
             print(f"waiting for {config.url}, {config.ready_timeout:g} s at most: {why}", file=sys.stderr)
         try:
-            async with session.get(f"{config.url}/v1/models", headers=headers) as response:
+            async with session.get(f"{config.url}/v1/models") as response:
                 if response.status == 200:
                     name = (await response.json())["data"][0]["id"]
                     async with session.get(f"{config.url}/ready") as ready:
@@ -180,17 +181,13 @@ async def _when_ready(session: aiohttp.ClientSession, config: BenchConfig, heade
     raise ValueError(f"{config.url} is not ready after {config.ready_timeout:g} s: {why}")
 
 
-async def _asks(session: aiohttp.ClientSession, config: BenchConfig, headers: dict[str, str]) -> list[Ask]:
+def _asks(config: BenchConfig, vocabulary: int) -> list[Ask]:
     tokenizer: Any = None
     if config.tokenizer:
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(str(Path(config.tokenizer) / "tokenizer.json"))
-    vocabulary = tokenizer.get_vocab_size(with_added_tokens=False) if tokenizer else 0
-    if not vocabulary:
-        async with session.get(f"{config.url}/server_info", headers=headers) as response:
-            info = (await response.json()).get("engine") if response.status == 200 else None
-        vocabulary = (info or {}).get("vocab_size", 0)
+        vocabulary = tokenizer.get_vocab_size(with_added_tokens=False) or vocabulary
     if config.dataset_name != "file" and not vocabulary:
         raise ValueError("the server does not tell its vocabulary; --tokenizer names a folder that does")
     sizes = config.random_input_len, config.random_output_len
@@ -237,10 +234,10 @@ async def load(
 
 async def measured(config: BenchConfig) -> dict[str, Any]:
     """Run the benchmark; return the figures of the median run, with what they depend on."""
-    connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=6 * 3600)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=2**20) as session:
-        target, asks = await prepared(session, config)
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=6 * 3600)
+    key = {"authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=2**20, headers=key) as session:
+        target, asks, about = await prepared(session, config)
         warmups = config.num_warmups if config.num_warmups >= 0 else max(16, 2 * config.max_concurrency)
         warm, _ = await load(session, target, [asks[i % len(asks)] for i in range(warmups)], [0.0] * warmups, config.max_concurrency or 64)  # fmt: skip  # noqa: E501
         broken = [a.error for a in warm if a.error]
@@ -249,11 +246,10 @@ async def measured(config: BenchConfig) -> dict[str, Any]:
         runs = []
         for _ in range(config.num_runs):
             if config.flush_cache:
-                async with session.post(f"{config.url}/flush_cache", headers=target.headers) as flushed:
+                async with session.post(f"{config.url}/flush_cache") as flushed:
                     if flushed.status != 200:
                         raise ValueError(f"/flush_cache answers {flushed.status}: {await flushed.text()}")
             runs.append(await _one_run(session, config, target, asks))
-        about = await _about(session, config, target)
     speeds = [run["output_throughput"] for run in runs]
     chosen = sorted(runs, key=lambda run: run["output_throughput"])[(len(runs) - 1) // 2]
     chosen["fastlayers"] |= about | {
@@ -293,10 +289,3 @@ async def _one_run(
         "first_errors": [a.error for a in answers if a.error][:3],
     }  # fmt: skip
     return found | (detail(answers) if config.save_detailed else {})
-
-
-async def _about(session: aiohttp.ClientSession, config: BenchConfig, target: Target) -> dict[str, Any]:
-    async with session.get(f"{config.url}/server_info", headers=target.headers) as response:
-        info = await response.json() if response.status == 200 else {}
-    engine = info.get("engine") or {}
-    return {"model": target.model, "server": info.get("version"), "config": info.get("config"), "device": engine.get("device")}  # fmt: skip  # noqa: E501

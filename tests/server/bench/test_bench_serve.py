@@ -88,7 +88,7 @@ def test_times_are_those_of_the_events(chat: bool) -> None:
         server = Scripted(chat)
         async with server as url, aiohttp.ClientSession() as session:
             route = "/v1/chat/completions" if chat else "/v1/completions"
-            target = Target(url + route, "m", chat, {}, {})
+            target = Target(url + route, "m", chat, {})
             return [await send(session, target, Ask("a", 1, 8)) for _ in range(7)], server
 
     answers, server = asyncio.run(run())
