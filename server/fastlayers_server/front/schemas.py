@@ -9,34 +9,21 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-NOT_HERE = "it is not served here"
-# Fields that clients of other servers send, and why they get an error instead of silence.
-REFUSED: Mapping[str, str] = MappingProxyType(
-    {
-        "chat_template": "templates come from the model's folder or --chat-template, never from a request",
-        "suffix": NOT_HERE,
-        "logit_processors": "no code comes from a request",
-        "logits_processors": "no code comes from a request",
-        "custom_logit_processor": "no code comes from a request",
-        "audio": "text is all that is served",
-        "modalities": "text is all that is served",
-        "prediction": NOT_HERE,
-        "web_search_options": NOT_HERE,
-        "functions": "its new name is tools",
-        "function_call": "its new name is tool_choice",
-        "use_beam_search": NOT_HERE,
-        "length_penalty": "it belongs to beam search, which is not served here",
-        "early_stopping": "it belongs to beam search, which is not served here",
-        "lora": NOT_HERE,
-        "lora_path": NOT_HERE,
-        "truncate_prompt_tokens": "a prompt is never cut silently",
-        "verbosity": NOT_HERE,
-        "moderation": NOT_HERE,
-        "prompt_cache_options": "prefixes of a prompt are cached by themselves",
-        "prompt_cache_retention": "the prefix cache keeps what is used, for no fixed time",
-        "guided_decoding_backend": "the grammar backend is the server's",
-    }
-)
+# Why there is an error instead of silence -> fields that clients of other servers send.
+LACKING = {
+    "templates come from the model's folder or --chat-template, never from a request": "chat_template",
+    "it is not served here": "suffix prediction web_search_options use_beam_search lora lora_path verbosity moderation",
+    "no code comes from a request": "logit_processors logits_processors custom_logit_processor",
+    "text is all that is served": "audio modalities",
+    "its new name is tools": "functions",
+    "its new name is tool_choice": "function_call",
+    "it belongs to beam search, which is not served here": "length_penalty early_stopping",
+    "a prompt is never cut silently": "truncate_prompt_tokens",
+    "prefixes of a prompt are cached by themselves": "prompt_cache_options",
+    "the prefix cache keeps what is used, for no fixed time": "prompt_cache_retention",
+    "the grammar backend is the server's": "guided_decoding_backend",
+}
+REFUSED: Mapping[str, str] = MappingProxyType({name: why for why, names in LACKING.items() for name in names.split()})
 # Of a response only the neutral value is accepted.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType({"store": (False,), "service_tier": ("auto", "default")})
 # Accepted without effect: they tell a provider who asks, or what to file it under.
