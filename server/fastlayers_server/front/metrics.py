@@ -131,9 +131,8 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield every family, and the aliases."""
-        stood = CounterMetricFamily("fastlayers_front_stalls", "Of the front's loop, collector, news", labels=["where"])
-        for where, count in self.stalls.counts.items():
-            stood.add_metric([where], count)
+        about = "Of the front's loop, collector, news"
+        stood = family_of(CounterMetricFamily, "front_stalls", about, "where", self.stalls.counts)
         for family in (*self._own.collect(), stood, *self._engine()):
             # When a series began is a second gauge for each, which nobody reads.
             family.samples = [s for s in family.samples if not s.name.endswith("_created")]
@@ -162,20 +161,22 @@ class Metrics(Collector):
         link = self.link
         if link is None:
             return
-        ready = GaugeMetricFamily("fastlayers_ready", "1 while requests are taken")
-        ready.add_metric([], float(link.phase == "serving"))
-        yield ready
+        yield GaugeMetricFamily("fastlayers_ready", "1 while requests are taken", link.phase == "serving")
         if link.info is not None:
-            info = InfoMetricFamily("fastlayers_engine", "What runs")
-            about = link.info
-            info.add_metric([], {"model": self._model, "model_type": about.model_type, "device": about.device})
-            yield info
-            startup = GaugeMetricFamily("fastlayers_startup_seconds", "Of each phase", labels=["phase"])
-            for phase, taken in about.startup_seconds.items():
-                startup.add_metric([phase], taken)
-            yield startup
+            about = {"model": self._model, "model_type": link.info.model_type, "device": link.info.device}
+            yield InfoMetricFamily("fastlayers_engine", "What runs", about)
+            took = link.info.startup_seconds
+            yield family_of(GaugeMetricFamily, "startup_seconds", "Of each phase", "phase", took)
         if link.stats is not None:
             yield from of_stats(link.stats)
+
+
+def family_of(kind: Any, name: str, text: str, label: str, values: Mapping[str, float]) -> Any:
+    """Return a family with a sample for each value of its label."""
+    made = kind(f"fastlayers_{name}", text, labels=[label])
+    for key, value in values.items():
+        made.add_metric([key], value)
+    return made
 
 
 def of_stats(stats: Stats) -> Iterator[Metric]:
@@ -187,24 +188,20 @@ def of_stats(stats: Stats) -> Iterator[Metric]:
     }
     for name, (text, value) in gauges.items():
         yield GaugeMetricFamily(f"fastlayers_{name}", text, value)
-    pages = GaugeMetricFamily("fastlayers_pages", "Pages of the cache", labels=["state"])
-    for state, count in stats.pages.items():
-        pages.add_metric([state], count)
-    yield pages
+    yield family_of(GaugeMetricFamily, "pages", "Pages of the cache", "state", stats.pages)
     used = stats.pages.get("private", 0) + stats.pages.get("locked", 0)
     usage = used / max(1, sum(stats.pages.values()))
     yield GaugeMetricFamily("fastlayers_kv_usage_ratio", "Share of pages that requests hold", usage)
     for name, label in COUNTERS.items():
-        family = CounterMetricFamily(f"fastlayers_{name}", "Since the engine's start", labels=[label] if label else [])
-        for key, total in (stats.counters.get(name) or ({} if label else {"": 0.0})).items():
-            family.add_metric([key] if label else [], total)
-        yield family
+        text, totals = "Since the engine's start", stats.counters.get(name, {})
+        if label:
+            yield family_of(CounterMetricFamily, name, text, label, totals)
+        else:
+            yield CounterMetricFamily(f"fastlayers_{name}", text, totals.get("", 0.0))
     for name, bounds in HISTOGRAMS.items():
         counts, total = stats.histograms.get(name, ((0,) * (len(bounds) + 1), 0.0))
         running, buckets = 0, []
         for bound, count in zip((*map(str, bounds), "+Inf"), counts, strict=True):
             running += count
             buckets.append((bound, running))
-        histogram = HistogramMetricFamily(f"fastlayers_{name}", "Of the engine")
-        histogram.add_metric([], buckets, total)
-        yield histogram
+        yield HistogramMetricFamily(f"fastlayers_{name}", "Of the engine", buckets, total)
