@@ -28,7 +28,7 @@ from fastlayers_server.engine.protocol import (
 )
 from fastlayers_server.front.generation import sibling_seed
 from fastlayers_server.front.metrics import Metrics
-from fastlayers_server.front.rows import Job, Plain, Row
+from fastlayers_server.front.rows import Job, Parser, Row
 from fastlayers_server.front.tokens import Detokenizer, StopStrings, TokenText
 
 
@@ -226,7 +226,7 @@ class LLM:
         prompt, ends = completion.prompt_token_ids, {*way.stop_token_ids}
         ends |= set() if way.ignore_eos else {*self.info.eos_ids}
         stops, detokenizer = StopStrings(way.stop, False, way.min_tokens), Detokenizer(self.tokens, prompt, True)
-        return Row(job, rid, prompt, detokenizer, Plain(), stops, frozenset(ends), frozenset())
+        return Row(job, rid, prompt, detokenizer, Parser(), stops, frozenset(ends), frozenset())
 
     def abort(self, rids: list[int], finish: Literal["abort", "stop"] = "abort") -> None:
         """End requests, as :meth:`fastlayers_server.front.link.Link.abort`."""

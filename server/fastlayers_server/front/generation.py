@@ -17,7 +17,7 @@ from fastlayers_server.engine.protocol import EngineInfo, Sampling, Submit, pack
 from fastlayers_server.front.errors import ApiError
 from fastlayers_server.front.link import Link
 from fastlayers_server.front.metrics import Metrics
-from fastlayers_server.front.rows import Job, Parser, Plain, Row
+from fastlayers_server.front.rows import Job, Parser, Row
 from fastlayers_server.front.schemas import Common
 from fastlayers_server.front.tokens import Detokenizer, StopStrings, TokenText
 
@@ -176,7 +176,7 @@ def launch(front: Front, body: Common, prompts: list[list[int]], wanted: Wanted,
         for index in range(choices):
             rid = front.link.next_rid()
             detokenizer = Detokenizer(front.tokens, prompt, skip and wanted.parser is None)
-            parser = Plain() if wanted.parser is None else wanted.parser(prompt)
+            parser = Parser() if wanted.parser is None else wanted.parser(prompt)
             stops = StopStrings(body.stop or (), bool(body.include_stop_str_in_output), body.min_tokens or 0)
             row = Row(job, rid, prompt, detokenizer, parser, stops, end_ids, hidden)
             request = Submit(

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fastlayers_server.front.rows import Delta
+from fastlayers_server.front.rows import Delta, Parser
 from fastlayers_server.front.tokens import TokenText, held_back
 
 THINK, UNTHINK = "<think>", "</think>"
@@ -66,7 +66,7 @@ STYLES = {
 }  # fmt: skip
 
 
-class Splitter(ABC):
+class Splitter(Parser, ABC):
     """Cuts a stream of tokens at markers; what is made of them and of the text between is its subclass's."""
 
     def __init__(self, tokens: TokenText, markers: Sequence[str], keep_special: bool) -> None:
@@ -320,7 +320,7 @@ class Formats:
 
     def parser(
         self, tokens: TokenText, wants_tools: bool, keep_special: bool
-    ) -> Callable[[Sequence[int]], Marked | Harmony] | None:
+    ) -> Callable[[Sequence[int]], Parser] | None:
         """Return what makes the parser of an answer to a prompt, or None where all of it is content."""
         if self.harmony:
             return lambda prompt: Harmony(tokens, prompt, keep_special)

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from fastlayers_server.engine.protocol import Output, TokenLogprobs
 from fastlayers_server.front.errors import ApiError, of_output
@@ -25,31 +25,20 @@ class Delta:
     name: str = ""
 
 
-class Parser(Protocol):
-    """Splits what a model says into content, reasoning and tool calls."""
+class Parser:
+    """Splits what a model says into content, reasoning and tool calls. This one: all is content."""
 
     @property
     def part(self) -> str:
         """Of what the text is that comes now: "content", "reasoning", "tool", or another word for none of them."""
+        return "content"
 
     def feed(self, token: int, text: str) -> list[Delta]:
         """Take a token and the text that it completed."""
-
-    def finish(self, text: str) -> list[Delta]:
-        """Take the rest of the text; nothing follows."""
-
-
-class Plain:
-    """All is content."""
-
-    part = "content"
-
-    def feed(self, token: int, text: str) -> list[Delta]:
-        """Pass the text on."""
         return [Delta("content", text)] if text else []
 
     def finish(self, text: str) -> list[Delta]:
-        """Pass the rest on."""
+        """Take the rest of the text; nothing follows."""
         return self.feed(-1, text)
 
 
