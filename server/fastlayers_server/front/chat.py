@@ -62,13 +62,11 @@ async def prompt_of(front: Front, body: ChatPrompt, info: EngineInfo, with_tools
             raise bad("chat_template_kwargs", f"{name[:40]!r} cannot be set by a request", "unsupported_parameter")
         if not front.tokens.reads(name):
             raise bad("chat_template_kwargs", f"the template does not know {name[:40]!r}", "unsupported_parameter")
-    if body.reasoning_effort is not None:
-        if not front.tokens.reads("reasoning_effort"):
-            raise bad("reasoning_effort", "the model's template does not know it", "unsupported_parameter")
-        options["reasoning_effort"] = body.reasoning_effort
-    if body.add_generation_prompt is False and not front.tokens.reads("add_generation_prompt"):
-        raise bad("add_generation_prompt", "the model's template does not know it", "unsupported_parameter")
-    options["add_generation_prompt"] = body.add_generation_prompt is not False
+    own = {"reasoning_effort": body.reasoning_effort, "add_generation_prompt": body.add_generation_prompt is not False}
+    for name, value in own.items():
+        if value not in (None, True) and not front.tokens.reads(name):
+            raise bad(name, "the model's template does not know it", "unsupported_parameter")
+    options |= {name: value for name, value in own.items() if value is not None}
     messages = [_plain(m, front.tokens.model_type) for m in body.messages]
     most = front.tokens.longest_token * info.max_model_len
     said = sum(len(m["content"]) for m in messages)
