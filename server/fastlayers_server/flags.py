@@ -60,9 +60,8 @@ def parser_of(kind: type, prog: str, description: str, positional: str = "") -> 
 
 
 def given_values(
-    parser: argparse.ArgumentParser, arguments: Sequence[str], never: Mapping[str, str], positional: str = "",
-    name: str = "",
-) -> dict[str, Any]:  # fmt: skip
+    parser: argparse.ArgumentParser, arguments: Sequence[str], never: Mapping[str, str], positional: str = ""
+) -> dict[str, Any]:
     """Return what a command line gives; the positional argument under the name of its field.
 
     Raises
@@ -75,7 +74,7 @@ def given_values(
             who = parser.prog.removeprefix("fastlayers ")
             raise ArgumentError(who, flag_given, "given", f"nothing: {never[flag_given]}")
     given = vars(parser.parse_args(list(arguments)))
-    alone = given.pop(positional, None)
+    name, alone = positional.lower(), given.pop(positional, None)
     values = {key: value for key, value in given.items() if value is not None}
     if alone is not None:
         if name in values and values[name] != alone:

@@ -145,7 +145,7 @@ def parse(arguments: Sequence[str]) -> tuple[ServeConfig, bool]:
     ArgumentError
         An unknown flag, one that is refused, or a value that is not accepted.
     """
-    values = given_values(parser(), arguments, NEVER, "MODEL", "model")
+    values = given_values(parser(), arguments, NEVER, "MODEL")
     path, show, fraction = values.pop("config", ""), values.pop("json"), values.pop("mem_fraction_static", None)
     if fraction is not None:
         # SGLang's share holds weights and cache; ours also what a step needs besides.

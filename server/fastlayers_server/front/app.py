@@ -142,7 +142,7 @@ def _bound(served: Served, front: Front) -> Callable[[Request], Awaitable[Respon
     async def serve(request: Request) -> Response:
         if served.body is None:
             return await served.handler(request, front)
-        body = await body_of(request, served.body, front.lenient)
+        body = await body_of(request, served.body, front.ignore if front.config.lenient_fields else None)
         front.check_model(getattr(body, "model", None))
         return await served.handler(request, front, body)
 

@@ -67,7 +67,7 @@ async def prompt_of(front: Front, body: ChatPrompt, info: EngineInfo, with_tools
         if value not in (None, True) and not front.tokens.reads(name):
             raise bad(name, "the model's template does not know it", "unsupported_parameter")
     options |= {name: value for name, value in own.items() if value is not None}
-    messages = [_plain(m, front.tokens.model_type) for m in body.messages]
+    messages = [_plain(m, front.tokens.model_type) for m in body.messages or ()]
     most = front.tokens.longest_token * info.max_model_len
     said = sum(len(m["content"]) for m in messages)
     if said > most:

@@ -49,12 +49,8 @@ class Front:
     ignored: set[str] = field(default_factory=set)
     started: int = field(default_factory=lambda: int(time.time()))
 
-    @property
-    def lenient(self) -> Callable[[str], None] | None:
-        """What is told of unknown fields, if they are let through."""
-        return self._ignore if self.config.lenient_fields else None
-
-    def _ignore(self, name: str) -> None:
+    def ignore(self, name: str) -> None:
+        """Be told of an unknown field that is let through."""
         self.metrics.ignored(name)
         if len(self.ignored) < 256 and name not in self.ignored:
             self.ignored.add(name)

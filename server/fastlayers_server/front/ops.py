@@ -17,7 +17,7 @@ from fastlayers_server.front.answers import attended, document
 from fastlayers_server.front.chat import prompt_of
 from fastlayers_server.front.errors import ApiError
 from fastlayers_server.front.generation import Front, bad
-from fastlayers_server.front.schemas import AbortRequest, ChatPrompt, DetokenizeRequest, TokenizeRequest
+from fastlayers_server.front.schemas import AbortRequest, DetokenizeRequest, TokenizeRequest
 from fastlayers_server.stalls import freeze
 
 GENERATE_SECONDS = 10.0
@@ -51,8 +51,7 @@ async def tokenize(request: Request, front: Front, body: TokenizeRequest) -> Res
     if body.prompt is not None:
         ids = await front.encode(body.prompt, body.add_special_tokens is not False, info)
     else:
-        fields = body.model_dump(include=set(ChatPrompt.model_fields), exclude_none=True)
-        ids = await prompt_of(front, ChatPrompt.model_validate(fields), info)
+        ids = await prompt_of(front, body, info)
     found: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_model_len, "tokens": ids}
     found["token_strs"] = [front.tokens.fast.id_to_token(i) for i in ids] if body.return_token_strs else None
     return document(found)

@@ -297,9 +297,10 @@ class CompletionRequest(Common):
         return self
 
 
-class TemplateOptions(Model):
-    """What a chat template may be given beside the messages."""
+class ChatPrompt(Model):
+    """What a chat template is given."""
 
+    messages: Messages | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -307,15 +308,10 @@ class TemplateOptions(Model):
     add_special_tokens: bool | None = None  # beside those of the template, which are there anyway
 
 
-class ChatPrompt(TemplateOptions):
-    """What a chat template is given."""
-
-    messages: Messages
-
-
 class ChatRequest(Common, ChatPrompt):
     """``POST /v1/chat/completions``."""
 
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -339,12 +335,11 @@ class ChatRequest(Common, ChatPrompt):
         return self
 
 
-class TokenizeRequest(TemplateOptions):
+class TokenizeRequest(ChatPrompt):
     """``POST /tokenize``: a prompt, or messages."""
 
     model: str | None = None
     prompt: TextPart | None = None
-    messages: Messages | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
