@@ -16,7 +16,8 @@ from starlette.responses import Response
 from fastlayers_server.engine.protocol import EngineInfo, TokenLogprobs
 from fastlayers_server.front.answers import Writer, answer, event
 from fastlayers_server.front.completions import finite, spelled
-from fastlayers_server.front.generation import INLINE_CHARACTERS, Front, Wanted, bad, launch, too_long
+from fastlayers_server.front.errors import bad
+from fastlayers_server.front.generation import INLINE_CHARACTERS, Front, Wanted, launch, too_long
 from fastlayers_server.front.grammars import constraint_of
 from fastlayers_server.front.rows import Delta, Job, Row
 from fastlayers_server.front.schemas import ChatPrompt, ChatRequest, Message

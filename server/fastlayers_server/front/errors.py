@@ -66,6 +66,11 @@ class ApiError(Exception):
         )
 
 
+def bad(param: str, message: str, code: str = "invalid_value") -> ApiError:
+    """Return a 400 that names a field."""
+    return ApiError(400, f"{param}: {message}", code, param)
+
+
 def of_output(output: Output) -> ApiError:
     """Return the error with which an engine ended a request."""
     if output.finish == "abort":
@@ -79,14 +84,11 @@ def of_validation(error: ValidationError, body: Any) -> ApiError:
     found = error.errors(include_url=False)
     # The members of a union each say why they do not fit; the one whose type fits is what the client meant.
     first = max(found, key=lambda f: (not f["type"].endswith("_type"), len(f["loc"])))
-    if found[0]["type"] in ("extra_forbidden", "refused"):
+    if found[0]["type"] == "extra_forbidden":
         first = found[0]
-    context = first.get("ctx", {})
-    param = context.get("param") or ".".join(_place(first["loc"], body, first["type"] == "missing")) or None
+    param = ".".join(_place(first["loc"], body, first["type"] == "missing")) or None
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"unknown parameter {param!r}: it is not served, and nothing is ignored", "unknown_parameter", param)  # fmt: skip  # noqa: E501
-    if first["type"] == "refused":
-        return ApiError(400, first["msg"], context["code"], param)
     given = "" if first["type"] == "missing" else f"; given: {_short(first['input'])}"
     code = "missing_parameter" if first["type"] == "missing" else "invalid_value"
     return ApiError(400, f"{param or 'the body'}: {first['msg']}{given}", code, param)

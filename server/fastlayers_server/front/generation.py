@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import asdict
 
 from fastlayers_server.engine.protocol import EngineInfo, Sampling, Submit, pack_ids
-from fastlayers_server.front.errors import ApiError
+from fastlayers_server.front.errors import ApiError, bad
 from fastlayers_server.front.link import Link
 from fastlayers_server.front.metrics import Metrics
 from fastlayers_server.front.rows import Job, Parser, Row
@@ -75,11 +75,6 @@ def too_long(param: str, what: str, info: EngineInfo) -> ApiError:
     """Return the error of a request that the context does not hold."""
     message = f"{what} does not fit the context of {info.max_model_len} tokens"
     return ApiError(400, message, "context_length_exceeded", param)
-
-
-def bad(param: str, message: str, code: str = "invalid_value") -> ApiError:
-    """Return a 400 that names a field."""
-    return ApiError(400, f"{param}: {message}", code, param)
 
 
 def sampling_of(body: Common, front: Front, info: EngineInfo, seed: int) -> Sampling:

@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from fastlayers_server.front.errors import ApiError
-from fastlayers_server.front.generation import Front, bad
+from fastlayers_server.front.errors import ApiError, bad
+from fastlayers_server.front.generation import Front
 from fastlayers_server.front.parsers import STYLES, UNTHINK, Harmony, thinks
 from fastlayers_server.front.schemas import ChatRequest, Common, NamedTool
 

@@ -15,8 +15,8 @@ from fastlayers import __version__
 from fastlayers_server.engine.protocol import Output, Reply, Sampling, Submit, pack_ids
 from fastlayers_server.front.answers import attended, document
 from fastlayers_server.front.chat import prompt_of
-from fastlayers_server.front.errors import ApiError
-from fastlayers_server.front.generation import Front, bad
+from fastlayers_server.front.errors import ApiError, bad
+from fastlayers_server.front.generation import Front
 from fastlayers_server.front.schemas import AbortRequest, DetokenizeRequest, TokenizeRequest
 from fastlayers_server.stalls import freeze
 

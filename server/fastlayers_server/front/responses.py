@@ -15,7 +15,7 @@ from starlette.responses import Response
 from fastlayers_server.front import schemas
 from fastlayers_server.front.answers import Writer, answer
 from fastlayers_server.front.chat import prompt_of, start
-from fastlayers_server.front.errors import ApiError, of_validation
+from fastlayers_server.front.errors import ApiError, bad, of_validation
 from fastlayers_server.front.generation import Front
 from fastlayers_server.front.rows import Delta, Job, Row
 from fastlayers_server.front.schemas import Model, refuse
@@ -59,7 +59,7 @@ class TextFormat(Model):
     @model_validator(mode="after")
     def _whole(self) -> TextFormat:
         if (self.type == "json_schema") != (self.schema_ is not None):
-            raise refuse("text.format", "type 'json_schema' and 'schema' go together", "invalid_value")
+            raise bad("text.format", "type 'json_schema' and 'schema' go together")
         return self
 
 

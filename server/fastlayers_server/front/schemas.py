@@ -7,7 +7,8 @@ from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+
+from fastlayers_server.front.errors import ApiError, bad
 
 # Why there is an error instead of silence -> fields that clients of other servers send.
 LACKING = {
@@ -30,10 +31,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType({"store": (False,), "s
 WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 
 
-def refuse(param: str, why: str, code: str = "unsupported_parameter") -> PydanticCustomError:
+def refuse(param: str, why: str, code: str = "unsupported_parameter") -> ApiError:
     """Return the error that names a field which is known and not served, or has a value that is not."""
-    message = "{param}: {why}" if code == "invalid_value" else "{param} is not supported: {why}"
-    return PydanticCustomError("refused", message, {"param": param, "why": why, "code": code})
+    return ApiError(400, f"{param} is not supported: {why}", code, param)
 
 
 class Model(BaseModel):
@@ -105,9 +105,9 @@ class Message(Model):
     def _complete(self) -> Message:
         said = self.tool_calls or self.refusal or self.reasoning_content or self.reasoning
         if self.content is None and not (self.role == "assistant" and said):
-            raise refuse("messages", f"a message of role {self.role!r} without content", "invalid_value")
+            raise bad("messages", f"a message of role {self.role!r} without content")
         if self.role != "assistant" and self.tool_calls:
-            raise refuse("messages", f"tool_calls belong to role 'assistant', not {self.role!r}", "invalid_value")
+            raise bad("messages", f"tool_calls belong to role 'assistant', not {self.role!r}")
         return self
 
 
@@ -163,7 +163,7 @@ class ResponseFormat(Model):
     def _whole(self) -> ResponseFormat:
         for kind, field in (("json_schema", "json_schema"), ("structural_tag", "format")):
             if (self.type == kind) != (getattr(self, field) is not None):
-                raise refuse("response_format", f"type {kind!r} and {field!r} go together", "invalid_value")
+                raise bad("response_format", f"type {kind!r} and {field!r} go together")
         return self
 
 
@@ -178,7 +178,7 @@ class StructuredOutputs(Model):
     @model_validator(mode="after")
     def _one(self) -> StructuredOutputs:
         if sum(v is not None for v in (self.json_, self.regex, self.grammar, self.choice)) != 1:
-            raise refuse("structured_outputs", "exactly one of json, regex, grammar, choice is given", "invalid_value")
+            raise bad("structured_outputs", "exactly one of json, regex, grammar, choice is given")
         return self
 
 
@@ -261,17 +261,17 @@ class Common(Asked):
             return data
         given = [name for name in cls.aliases if data.get(name) is not None]
         if len(given) + (data.get("structured_outputs") is not None) > 1:
-            raise refuse(given[0], "one constraint is given, not several", "invalid_value")
+            raise bad(given[0], "one constraint is given, not several")
         rest = {name: value for name, value in data.items() if name not in cls.aliases}
         return rest | {"structured_outputs": {cls.aliases[given[0]]: data[given[0]]}} if given else rest
 
     @model_validator(mode="after")
     def _agree(self) -> Common:
         if self.stream_options is not None and not self.stream:
-            raise refuse("stream_options", "it needs stream=true", "invalid_value")
+            raise bad("stream_options", "it needs stream=true")
         kind = self.response_format.type if self.response_format else "text"
         if kind != "text" and self.structured_outputs is not None:
-            raise refuse("structured_outputs", "response_format is given too", "invalid_value")
+            raise bad("structured_outputs", "response_format is given too")
         return self
 
 
@@ -321,17 +321,17 @@ class ChatRequest(Common, ChatPrompt):
     @model_validator(mode="after")
     def _chat(self) -> ChatRequest:
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise refuse("max_tokens", f"given {self.max_tokens}, and max_completion_tokens {self.max_completion_tokens}", "invalid_value")  # fmt: skip  # noqa: E501
+            raise bad("max_tokens", f"given {self.max_tokens}, and max_completion_tokens {self.max_completion_tokens}")
         if self.top_logprobs and not self.logprobs:
-            raise refuse("top_logprobs", "it needs logprobs=true", "invalid_value")
+            raise bad("top_logprobs", "it needs logprobs=true")
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) != len(names):
-            raise refuse("tools", "two functions have the same name", "invalid_value")
+            raise bad("tools", "two functions have the same name")
         if self.tool_choice not in (None, "none", "auto") and not names:
-            raise refuse("tool_choice", "there are no tools", "invalid_value")
+            raise bad("tool_choice", "there are no tools")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
             accepted = ", ".join(names)
-            raise refuse("tool_choice", f"{self.tool_choice.function.name!r} is not a tool; given are {accepted}", "invalid_value")  # fmt: skip  # noqa: E501
+            raise bad("tool_choice", f"{self.tool_choice.function.name!r} is not a tool; given are {accepted}")
         return self
 
 
@@ -345,10 +345,10 @@ class TokenizeRequest(ChatPrompt):
     @model_validator(mode="after")
     def _one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise refuse("prompt", "exactly one of prompt and messages is given", "invalid_value")
+            raise bad("prompt", "exactly one of prompt and messages is given")
         for name in ("tools", "reasoning_effort", "chat_template_kwargs", "add_generation_prompt"):
             if self.prompt is not None and getattr(self, name) is not None:
-                raise refuse(name, "it belongs to messages, and a prompt is given", "invalid_value")
+                raise bad(name, "it belongs to messages, and a prompt is given")
         return self
 
 
