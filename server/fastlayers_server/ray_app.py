@@ -106,7 +106,7 @@ class Replica:
     async def __call__(self, request: Any) -> Any:
         """Return the server's answer to a request (of starlette's), as it comes."""
         import aiohttp
-        from starlette.responses import JSONResponse, StreamingResponse
+        from starlette.responses import StreamingResponse
 
         if self._session is None:
             # Neither a limit of time nor of connections: the server has its own.
@@ -123,7 +123,7 @@ class Replica:
         except aiohttp.ClientConnectionError as error:
             said, name = f"this replica's server does not answer: {error}", {"x-replica": self.name}
             gone = ApiError(503, said, "engine_restarting", retry_after=1.0, headers=name)  # others are there at once
-            return JSONResponse(gone.body, gone.status, gone.headers)
+            return gone.response()
         made = StreamingResponse(_chunks(answer), answer.status)
         made.raw_headers = [
             (name.lower().encode(), value.encode())
