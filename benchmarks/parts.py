@@ -158,7 +158,7 @@ def _suites() -> Iterator[Part]:
     files.sort(key=lambda file: "warmup" not in file)  # what compiles most begins first
     parity = "tests/test_parity.py"
     for name, paths, took in (
-        ("gpu_suite", " ".join(file for file in files if file != parity), 150), ("gpu_parity", parity, 360)
+        ("gpu_suite", " ".join(file for file in files if file != parity), 260), ("gpu_parity", parity, 360)
     ):  # fmt: skip
         command = f"pytest {paths} -m gpu -n {{workers}} --dist worksteal {suite}"
         yield Part(name, command, f"{name}_h200.json", took, "10, 15, 16: the GPU suite", ("xdist",), noisy=True)

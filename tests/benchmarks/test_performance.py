@@ -126,6 +126,29 @@ def test_a_part_is_resumed_and_half_a_point_measured_again(driver: ModuleType, t
     assert driver.Record(path, {}, True).done == set()
 
 
+def test_our_kernels_are_called_ahead_of_their_points(driver: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each point's, once; not those of packages, nor layers whose operands would not fit side by side."""
+    cfg = parse_shape("int8_linear", "N=48,K=64")
+    kernel, called = registry("int8_linear").named("triton").load(), list[int]()
+    usual = kernel.__call__
+
+    def noted(self: Any, x: torch.Tensor, *rest: Any) -> Any:
+        called.append(x.shape[0])
+        return usual(self, x, *rest)
+
+    monkeypatch.setattr(kernel, "__call__", noted)
+    item = driver.Item("toy", "int8_linear", cfg, (1, 5), (0,), ("triton", "torch"))
+    points = [(item, *point) for point in item.points()]
+    driver.compile_ahead(points, CPU, clock_for(CPU))
+    assert sorted(called) == [1, 5]
+    monkeypatch.setattr(driver, "LARGE", {"int8_linear"})
+    driver.compile_ahead(points, CPU, clock_for(CPU))
+    assert sorted(called) == [1, 5]
+    monkeypatch.setattr(driver, "LARGE", set())
+    monkeypatch.setattr(kernel, "__call__", lambda *given: 1 / 0)
+    driver.compile_ahead(points, CPU, clock_for(CPU))  # what fails is told where it is timed
+
+
 def test_a_program_keeps_the_json_it_prints(
     driver: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
