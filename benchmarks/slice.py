@@ -9,10 +9,10 @@ not. One JSON line a row; ends with 1 where weights differ.
 
 from __future__ import annotations
 
-import gc
 import json
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +93,17 @@ def capacity(model: Any, cache: str, device: str) -> dict[str, Any]:
     return about | {"tokens": tokens, "gib": round(held / 2**30, 2), "bytes_of_a_token": spec.bytes_per_token}
 
 
-def narrow_capacity(folder: Path, device: str) -> dict[str, Any]:
-    """Return :func:`capacity` of the model over an e4m3 cache, which is gone afterwards."""
-    model = AutoModel.from_pretrained(folder, device=device, kv_dtype=torch.float8_e4m3fn)
-    return capacity(model, "e4m3", device)
+def capacities(model: Any, device: str) -> Iterator[dict[str, Any]]:
+    """Yield :func:`capacity` over an e4m3 cache and over one in the model's dtype: the weights are the same."""
+    usual = model.kv_dtype
+    for name, dtype in (("e4m3", torch.float8_e4m3fn), ("auto", usual)):
+        model.kv_dtype = dtype
+        try:
+            yield capacity(model, name, device)
+        finally:
+            model.kv_dtype = usual
+        if device != "cpu":
+            torch.cuda.empty_cache()
 
 
 @torch.inference_mode()
@@ -112,15 +119,10 @@ def main() -> None:
         rows.put({"what": "written", "gib": round(total / 2**30, 2), "seconds": took})
         if device != "cpu":
             torch.cuda.empty_cache()
-        rows.put(narrow_capacity(folder, device))
-        gc.collect()
-        if device != "cpu":
-            torch.cuda.empty_cache()
         took, model = seconds(lambda: AutoModel.from_pretrained(folder, device=device), device)
         rows.put({"what": "load", "gib": round(total / 2**30, 2), "seconds": took})
-    rows.put(capacity(model, "auto", device))
-    if device != "cpu":
-        torch.cuda.empty_cache()
+    for row in capacities(model, device):
+        rows.put(row)
     read = {name: slot.dest for name, slot in slots(model) if name in kept}
     bad = [name for name, value in kept.items() if not torch.equal(_bits(read[name].cpu()), _bits(value))]
     generator = Generator(model, max_batch=4, max_length=prompt + 64, prefill_tokens=prompt)
