@@ -6,8 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,21 +25,41 @@ def rows_of(tmp_path: Path, program: str, *arguments: str) -> list[dict[str, Any
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def test_small_figures_are_right(tmp_path: Path) -> None:
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Return what the page reads, from results in a folder of the test's own."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    found = import_module("systems_figures")
+    monkeypatch.setattr(found, "RESULTS", tmp_path)
+    return found
+
+
+def test_small_figures_are_right(figures: Any, tmp_path: Path) -> None:
     _, *rows = rows_of(tmp_path, "systems.py", "--small", "--device", "cpu")
     assert {(row["item"], row["what"]) for row in rows} == {
         (19, "three axes"), (32, "scales"), (35, "nvfp4"), (19, "vision tower"),
     }  # fmt: skip
     assert all(row["right"] is True for row in rows)
+    timed = [{name: value or 1.0 for name, value in row.items()} for row in rows]  # a CPU's microseconds are zeros
+    (tmp_path / "systems_h200.jsonl").write_text("".join(json.dumps(row) + "\n" for row in timed))
+    for figure in figures.FIGURES:
+        file, _, word = figure.evidence.partition("#")
+        if file == "systems_h200.jsonl":
+            assert figure.find() is not None and word in (tmp_path / file).read_text(), figure.what
 
 
-def test_a_slice_from_its_checkpoint_to_tokens(tmp_path: Path) -> None:
+def test_a_slice_from_its_checkpoint_to_tokens(figures: Any, tmp_path: Path) -> None:
     _, *rows = rows_of(tmp_path, "slice.py", "--small", "--device", "cpu")
     told = ["written", "load", "capacity", "capacity", "prefill", "decode", "decode", "tokens"]
     assert [row["what"] for row in rows] == told
     narrow, wide = rows[2:4]
     assert (narrow["kv_dtype"], wide["kv_dtype"]) == ("float8_e4m3fn", "bfloat16")
     assert 1.99 * wide["tokens"] < narrow["tokens"] < 2.01 * wide["tokens"]
+    (tmp_path / "rows.jsonl").rename(tmp_path / "slice_h200.jsonl")
+    assert figures.capacity()[1] == "" and figures.deepseek() is None
+    model = {"what": "model", "batch": 1, "us": 5e3, "of_floor": 0.5}
+    (tmp_path / "bench_model_h200.jsonl").write_text(json.dumps(model))
+    assert figures.deepseek()[1] == ""
     assert rows[-1] == {"what": "tokens", "new": 24, "equal_before_a_near_tie": 24, "weights_equal": True}
 
 
