@@ -214,6 +214,7 @@ def test_the_draft_layers_tokens_by_rejection(captured: bool) -> None:
     for drafts in (False, True):
         bench = Bench(
             model, captured=captured, max_running=batch, num_pages=700, drop_last_block=True,
+            max_batched_tokens=512, max_extend_requests=16,  # hundreds of prompts in few steps
             verify_tokens=160 * drafts, mtp=int(drafts), rejection=drafts,
             drafts=(lambda executor, metrics: Every(executor.mtp, 2, metrics)) if drafts else None,
         )  # fmt: skip
