@@ -238,7 +238,7 @@ def generate(rank: Rank, attn_dp: int, graphs: bool, at: int, phase: str) -> tup
     model = LlamaForCausalLM(LlamaConfig.from_hf(CONFIG), parallel=spec, dtype=torch.float32, page_size=16)
     for parameter in model.parameters():
         parameter.data.normal_(std=0.1)
-    kept = CudaGraphs(runtime=EagerRuntime(), freeze=False) if graphs else None
+    kept = CudaGraphs(runtime=EagerRuntime(), warm_ups=1, freeze=False) if graphs else None
     generator = Generator(model, max_batch=2, max_length=128, graphs=kept)
     prompts, seen, last = [[5, 6, 7], [8, 9]], 0, time.monotonic()
     if rank.rank == rank.size - 1:

@@ -42,7 +42,7 @@ def load(folder: Any, **options: Any) -> Any:
 
 
 def generator_of(model: Any, graphs: bool = False) -> Generator:
-    kept = CudaGraphs(runtime=EagerRuntime(), freeze=False) if graphs else None
+    kept = CudaGraphs(runtime=EagerRuntime(), warm_ups=1, freeze=False) if graphs else None
     return Generator(model, max_batch=2, max_length=64, prefill_tokens=6, graphs=kept)
 
 

@@ -89,13 +89,13 @@ def test_mixed_sampling_and_more_prompts_than_rows(model: Any) -> None:
         Generator(model, max_batch=1, max_length=64, cuda_graph=False).generate([r], [p], max_new_tokens=steps)[0]
         for r, p in zip(rows, params, strict=True)
     ]
-    got = Generator(model, max_batch=3, max_length=64, graphs=CudaGraphs(runtime=EagerRuntime()))
+    got = Generator(model, max_batch=3, max_length=64, graphs=CudaGraphs(runtime=EagerRuntime(), warm_ups=1))
     assert got.generate(rows, params, max_new_tokens=steps) == wanted
 
 
 def test_a_request_without_seed_keeps_the_one_it_drew(model: Any) -> None:
     rows = prompts(3)
-    generator = Generator(model, max_batch=3, max_length=64, graphs=CudaGraphs(runtime=EagerRuntime()))
+    generator = Generator(model, max_batch=3, max_length=64, graphs=CudaGraphs(runtime=EagerRuntime(), warm_ups=1))
     params = SamplingParams(temperature=0.8)
     out = []
     for seed in (1, 1, 2):
@@ -105,7 +105,7 @@ def test_a_request_without_seed_keeps_the_one_it_drew(model: Any) -> None:
 
 
 def test_capture_beforehand_largest_first(model: Any) -> None:
-    graphs, done = CudaGraphs(runtime=EagerRuntime()), []  # type: ignore[var-annotated]
+    graphs, done = CudaGraphs(runtime=EagerRuntime(), warm_ups=1), []  # type: ignore[var-annotated]
     generator = Generator(model, max_batch=5, max_length=64, graphs=graphs)
     assert generator.step.buckets == (1, 2, 4, 5)
     generator.capture(progress=done.append)
@@ -143,7 +143,9 @@ def test_a_scarce_cache_is_not_spent_on_steps_ahead(model: Any) -> None:
         [row], max_new_tokens=2, eos_ids=()
     )
     # The first token ends the request; its place is the 16th: one page of 16 is enough.
-    tight = Generator(model, max_batch=1, max_length=64, num_pages=2, graphs=CudaGraphs(runtime=EagerRuntime()))
+    tight = Generator(
+        model, max_batch=1, max_length=64, num_pages=2, graphs=CudaGraphs(runtime=EagerRuntime(), warm_ups=1)
+    )
     assert tight.generate([row], max_new_tokens=2, eos_ids=()) == wanted
     stopped = tight.generate([row], max_new_tokens=40, eos_ids=[wanted[0][1]])
     assert stopped == [wanted[0]] and tight.pool.free_pages == 1
@@ -155,7 +157,7 @@ def test_requests_that_do_not_fit_together_run_in_turns(model: Any, captured: bo
     wanted = Generator(model, max_batch=5, max_length=64, cuda_graph=False).generate(
         rows, max_new_tokens=new, eos_ids=()
     )
-    graphs = CudaGraphs(runtime=EagerRuntime()) if captured else None
+    graphs = CudaGraphs(runtime=EagerRuntime(), warm_ups=1) if captured else None
     # Three pages of 16 hold the longest of them, and never all that are in a batch of five.
     few = Generator(model, max_batch=5, max_length=64, num_pages=4, graphs=graphs)
     assert few.generate(rows, max_new_tokens=new, eos_ids=()) == wanted
@@ -166,7 +168,7 @@ def test_requests_that_do_not_fit_together_run_in_turns(model: Any, captured: bo
 
 
 def test_an_abandoned_stream_gives_its_pages_back(model: Any) -> None:
-    generator = Generator(model, max_batch=2, max_length=64, graphs=CudaGraphs(runtime=EagerRuntime()))
+    generator = Generator(model, max_batch=2, max_length=64, graphs=CudaGraphs(runtime=EagerRuntime(), warm_ups=1))
     wanted = generator.generate(prompts(2), max_new_tokens=9, eos_ids=())
     stream = generator.stream(prompts(2), max_new_tokens=9, eos_ids=())
     for _ in range(5):
@@ -201,7 +203,7 @@ def test_small_operators_compiled_up_to_a_batch(model: Any) -> None:
     how = fl.TorchCompile(max_batch=2, backend="aot_eager")
     torch._dynamo.utils.counters.clear()
     generator = Generator(
-        model, max_batch=5, max_length=64, graphs=CudaGraphs(runtime=EagerRuntime()), torch_compile=how
+        model, max_batch=5, max_length=64, graphs=CudaGraphs(runtime=EagerRuntime(), warm_ups=1), torch_compile=how
     )
     generator.capture()
     # Two buckets, and in each the first layer apart from the other.
@@ -226,7 +228,7 @@ def test_latent_attention_is_captured_and_compiled(how: fl.TorchCompile | None) 
     model = DeepseekForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     rows = [[5, 9, 2, 7], [11, 3, 8]]
     wanted = Generator(model, max_length=64, cuda_graph=False).generate(rows, max_new_tokens=6, eos_ids=())
-    graphs = CudaGraphs(runtime=EagerRuntime())
+    graphs = CudaGraphs(runtime=EagerRuntime(), warm_ups=1)
     captured = Generator(model, max_length=64, graphs=graphs, torch_compile=how)
     assert captured.generate(rows, max_new_tokens=6, eos_ids=()) == wanted
     assert graphs.replays > 0
@@ -239,14 +241,14 @@ def test_a_step_that_fails_before_it_is_compiled_names_its_layer(monkeypatch: py
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(model.decoder.layers[1].mlp, "forward", broken)
-    graphs = CudaGraphs(runtime=EagerRuntime())
+    graphs = CudaGraphs(runtime=EagerRuntime(), warm_ups=1)
     generator = Generator(model, max_length=64, graphs=graphs, torch_compile=fl.TorchCompile(backend="aot_eager"))
     with pytest.raises(CaptureError, match=r"model\.layers\.1\.mlp \(QwenMoE\): RuntimeError: out of memory"):
         generator.capture([2])
 
 
 def test_warm_up_of_a_generator_and_of_a_model(model: Any) -> None:
-    graphs = CudaGraphs(runtime=EagerRuntime())
+    graphs = CudaGraphs(runtime=EagerRuntime(), warm_ups=1)
     generator = Generator(model, max_batch=5, max_length=64, graphs=graphs)
     report = fl.warmup(generator, tokens=[3, 20], progress=False)
     alone = "prefill 20 (no decode: max_batch is 5)"
@@ -315,12 +317,12 @@ def test_a_copied_generator_begins_anew(copied: Any) -> None:
     twin = copied(made)
     assert twin.generate(rows, max_new_tokens=9, eos_ids=()) == wanted and twin.model is not made.model
     with pytest.raises(ArgumentError, match="Generator: graphs is given; accepted: None for a generator that is"):
-        copied(Generator(made.model, max_length=48, graphs=CudaGraphs(runtime=EagerRuntime())))
+        copied(Generator(made.model, max_length=48, graphs=CudaGraphs(runtime=EagerRuntime(), warm_ups=1)))
 
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_one_stream_at_a_time(model: Any, captured: bool) -> None:
-    graphs = CudaGraphs(runtime=EagerRuntime()) if captured else None
+    graphs = CudaGraphs(runtime=EagerRuntime(), warm_ups=1) if captured else None
     made = Generator(model, max_batch=2, max_length=64, cuda_graph="auto" if captured else False, graphs=graphs)
     rows = prompts(2)
     wanted = [made.generate([row], max_new_tokens=8, eos_ids=())[0] for row in rows]
@@ -439,7 +441,7 @@ def test_arguments(model: Any) -> None:
             Generator(model, graphs=other)
     with pytest.raises(ArgumentError, match="the model is on cpu"):
         Generator(model, cuda_graph=True)
-    assert Generator(model, cuda_graph=False, graphs=CudaGraphs(runtime=EagerRuntime())).step.buckets == ()
+    assert Generator(model, cuda_graph=False, graphs=CudaGraphs(runtime=EagerRuntime(), warm_ups=1)).step.buckets == ()
 
 
 @pytest.mark.gpu

@@ -357,7 +357,7 @@ def test_streams_are_forked_and_joined_by_events(monkeypatch: pytest.MonkeyPatch
 
 def generate(rank: Rank, folder: str, options: dict[str, int], setting: str, graphs: bool, prompts: Any) -> Any:
     model = load(folder, parallel=rank.spec(**options))
-    kept = CudaGraphs(runtime=EagerRuntime(), freeze=False) if graphs else None
+    kept = CudaGraphs(runtime=EagerRuntime(), warm_ups=1, freeze=False) if graphs else None
     generator = Generator(model, max_batch=3, max_length=64, prefill_tokens=9, graphs=kept, overlap=setting)
     turns: list[int] = []
 
@@ -417,7 +417,7 @@ def test_ranks_have_one_setting(folders: dict[str, Path]) -> None:
 
 def refusals(rank: Rank, folder: str) -> list[str]:
     model, found = load(folder, parallel=rank.spec()), []
-    graphs = CudaGraphs(runtime=EagerRuntime(), freeze=False)
+    graphs = CudaGraphs(runtime=EagerRuntime(), warm_ups=1, freeze=False)
     nameless = SimpleNamespace(decoder=SimpleNamespace(layers=[object()]), parallel=model.parallel)
     for call in (
         lambda: Generator(model, max_length=64, overlap="both", torch_compile=TorchCompile(), graphs=graphs),

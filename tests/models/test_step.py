@@ -59,7 +59,7 @@ class Requests:
                 cache.values.fill_(float("nan"))
         state = AttentionState(rows, 256, self.pages_each, model.page_size, model.device)
         runtime = EagerRuntime() if model.device.type == "cpu" else None
-        self.graphs = CudaGraphs(runtime=runtime, freeze=False) if captured else None
+        self.graphs = CudaGraphs(runtime=runtime, warm_ups=1, freeze=False) if captured else None
         self.step = ModelStep(
             model, self.caches, state, Sampler(model.config.vocab_size, device=model.device), self.pages,
             cuda_graph="auto" if captured else False, graphs=self.graphs, **options,
@@ -281,7 +281,9 @@ def test_tokens_that_were_not_read_in_time_are_an_error(model: Any) -> None:
 
 
 def test_explain_says_what_was_captured_with_which_core_and_what_was_not() -> None:
-    generator = Generator(make("qwen3"), max_batch=2, max_length=64, graphs=CudaGraphs(runtime=EagerRuntime()))
+    generator = Generator(
+        make("qwen3"), max_batch=2, max_length=64, graphs=CudaGraphs(runtime=EagerRuntime(), warm_ups=1)
+    )
     for _ in range(2):
         generator.generate([[1, 2, 3]], max_new_tokens=3, eos_ids=())
     explained = fl.explain(generator)
@@ -320,7 +322,7 @@ def test_latent_attention_ends_its_buckets_earlier() -> None:
         model = make(family)
         spec = fl.kv_cache_spec(model, page_size=model.page_size, dtype=model.kv_dtype)
         state = AttentionState(2, 4096, 64, model.page_size, model.device)
-        graphs = CudaGraphs(runtime=EagerRuntime())
+        graphs = CudaGraphs(runtime=EagerRuntime(), warm_ups=1)
         step = ModelStep(model, spec.allocate(2, "cpu"), state, Sampler(model.config.vocab_size), 2, graphs=graphs)
         longest[family] = step.extend_buckets.tokens[-1]
     assert longest == {"qwen3": 2048, "deepseek": DeepseekForCausalLM.captured_tokens}

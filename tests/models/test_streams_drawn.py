@@ -39,7 +39,7 @@ class Played:
         self.random, self.fp8 = random.Random(seed), seed % 2 == 0
         self.model = load(self.fp8)
         self.prompts = [[self.random.randrange(3, 40) for _ in range(self.random.randrange(1, 20))] for _ in range(4)]
-        graphs = CudaGraphs(runtime=Addresses(self.model))
+        graphs = CudaGraphs(runtime=Addresses(self.model), warm_ups=1)
         self.made = [self.generator(), self.generator(), self.generator(graphs=graphs, extend_buckets=NO_EXTENDS)]
         self.open: list[tuple[Any, list[int]] | None] = [None, None, None]
         self.expect()

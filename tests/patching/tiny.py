@@ -115,7 +115,7 @@ def _stock(prefix: str) -> str:
 
 def eager_graphs(device: torch.device) -> CudaGraphs:
     """Return graphs that need no GPU; a function of a module, so that models can be pickled with it."""
-    return CudaGraphs(runtime=EagerRuntime(), freeze=False)
+    return CudaGraphs(runtime=EagerRuntime(), warm_ups=1, freeze=False)
 
 
 def prompt(batch: int = 1, length: int = 48, seed: int = 1, pads: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:

@@ -232,7 +232,7 @@ def on_a_rank(rank: Rank, attn_dp: int, ep: int, captured: bool) -> Any:
         assets() / TINY, dtype=torch.float32, device="cpu", page_size=16, parallel=rank.spec(attn_dp=attn_dp, ep=ep)
     )
     limits = scheduler_config(config, model)
-    graphs = CudaGraphs(runtime=EagerRuntime(), freeze=False) if captured else None
+    graphs = CudaGraphs(runtime=EagerRuntime(), warm_ups=1, freeze=False) if captured else None
     executor, channel = GroupExecutor(model, limits, graphs=graphs), Channel()
     executor.capture()
     if rank.rank:
@@ -260,7 +260,7 @@ def spread_on_a_rank(rank: Rank, captured: bool) -> Any:
 
     model.single_step = planned
     limits = scheduler_config(config, model)
-    graphs = CudaGraphs(runtime=EagerRuntime(), freeze=False) if captured else None
+    graphs = CudaGraphs(runtime=EagerRuntime(), warm_ups=1, freeze=False) if captured else None
     buckets = ExtendBuckets((16, 64), (1, 4))
     executor, channel = TorchExecutor(model, limits, graphs=graphs, extend_buckets=buckets), Channel()
     executor.capture()
