@@ -169,19 +169,6 @@ def model_folder(config: ServeConfig, scratch: Path) -> Path:
         raise CheckpointError(f"serve: {error}, or 'tiny', the one that ships") from error
 
 
-@contextlib.contextmanager
-def _nothing_left(listening: socket.socket, client: EngineClient, leaving: _Leaving) -> Iterator[None]:
-    """End what was begun if an error or a signal ends what is inside."""
-    try:
-        yield
-    except BaseException:
-        # A second signal waits until what the first one ends is gone.
-        with leaving.later():
-            listening.close()
-            client.abandon()
-        raise
-
-
 def bound(host: str, port: int) -> socket.socket:
     """Return a listening socket; raises ``OSError`` if the address is taken or is none of ours."""
     made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -210,7 +197,7 @@ def _run(config: ServeConfig, folder: Path, begin: float, leaving: _Leaving) -> 
         log.warning("anybody who reaches %s may use this server: there is no --api-key", config.host)
     loop = uvloop.new_event_loop()
     link = Link(engine_of(config, folder), config.watchdog_timeout)
-    with _nothing_left(listening, link.client, leaving):
+    try:
         if not config.in_process:
             # The engine's process starts while this one imports, and reads the tokenizer. A thread could not:
             # transformers' imports are lazy, and of two threads that import at once one finds half of them.
@@ -250,6 +237,12 @@ def _run(config: ServeConfig, folder: Path, begin: float, leaving: _Leaving) -> 
         leaving.check()
         with logs.aside("fastlayers.access"), asyncio.Runner(loop_factory=lambda: loop) as running:
             running.run(serve())
+    except BaseException:
+        # A second signal waits until what the first one ends is gone.
+        with leaving.later():
+            listening.close()
+            link.client.abandon()
+        raise
     if front.link.death:
         # What the engine says of a wrong value is a sentence already; the type's name in front of it helps nobody.
         print(f"error: {front.link.death.partition(': ')[2] or front.link.death}", file=sys.stderr)
