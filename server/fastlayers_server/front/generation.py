@@ -45,6 +45,7 @@ class Front:
     formats: Formats
     fingerprint: str
     grammars: GrammarWorker | None = None
+    compiling: asyncio.Lock = field(default_factory=asyncio.Lock)
     jobs: dict[str, Job] = field(default_factory=dict)
     ignored: set[str] = field(default_factory=set)
     started: int = field(default_factory=lambda: int(time.time()))

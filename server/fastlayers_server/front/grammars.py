@@ -8,12 +8,15 @@ import logging
 import re
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastlayers_server.front.errors import ApiError, bad
 from fastlayers_server.front.generation import Front
 from fastlayers_server.front.parsers import STYLES, UNTHINK, Harmony, thinks
 from fastlayers_server.front.schemas import ChatRequest, Common, NamedTool
+
+if TYPE_CHECKING:
+    from fastlayers_server.engine.grammar import GrammarWorker
 
 log = logging.getLogger("fastlayers.front")
 
@@ -58,19 +61,25 @@ async def constraint_of(body: Common, front: Front, prompt: Sequence[int] = ()) 
         raise bad(param, "this engine has no grammars", "unsupported_parameter")
     key = hashlib.sha256(source.encode()).hexdigest()[:40]
     if key not in front.link.grammar_keys:
-        begin = time.monotonic()
-        try:
-            serialized = await front.grammars.compile(source)
-        except ValueError as error:
-            raise bad(param, str(error), "invalid_grammar") from error
-        except TimeoutError as error:
-            raise bad(param, "the grammar took too long to compile", "invalid_grammar") from error
-        except RuntimeError as error:  # no process that compiles: whatever was asked for is not to blame
-            log.error("%s", error, exc_info=error)
-            raise ApiError(503, f"{param}: the process that compiles grammars does not start", "not_ready") from error
-        front.metrics.grammar_compile.observe(time.monotonic() - begin)
-        front.link.grammar(key, serialized)
+        async with front.compiling:  # the worker compiles one after the other: who waited may find that it did
+            if key not in front.link.grammar_keys:
+                front.link.grammar(key, await _compiled(front, front.grammars, source, param))
     return key
+
+
+async def _compiled(front: Front, worker: GrammarWorker, source: str, param: str) -> str:
+    begin = time.monotonic()
+    try:
+        serialized = await worker.compile(source)
+    except ValueError as error:
+        raise bad(param, str(error), "invalid_grammar") from error
+    except TimeoutError as error:
+        raise bad(param, "the grammar took too long to compile", "invalid_grammar") from error
+    except RuntimeError as error:  # no process that compiles: whatever was asked for is not to blame
+        log.error("%s", error, exc_info=error)
+        raise ApiError(503, f"{param}: the process that compiles grammars does not start", "not_ready") from error
+    front.metrics.grammar_compile.observe(time.monotonic() - begin)
+    return serialized
 
 
 def source_of(body: Common, front: Front, prompt: Sequence[int]) -> tuple[str, str] | None:

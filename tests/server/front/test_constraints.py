@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ class Compiler:
 
     async def compile(self, source: str) -> str:
         self.asked.append(source)
+        await asyncio.sleep(0.01)
         if self.error is not None:
             raise self.error
         return "{}"
@@ -100,11 +102,23 @@ def test_a_source_is_compiled_and_sent_once() -> None:
     compiler = Compiler()
     with serving(features=GRAMMAR, grammars=compiler) as server:
         recording = Recording(server)
-        for _ in range(3):
-            body = {"model": "tiny", "prompt": "a", "max_tokens": 1, "regex": "a"}
-            assert server.post("/v1/completions", body).status_code == 200
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 1, "regex": "a"}
+
+        async def together() -> list[int]:
+            async with server.client() as client:
+                answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(2)))
+            return [answer.status_code for answer in answers]
+
+        assert server.do(together()) == [200, 200] and server.post("/v1/completions", body).status_code == 200
         kinds = [type(m).__name__ for m in recording.sent]
-    assert len(compiler.asked) == 1 and kinds.count("Grammar") == 1 and kinds.count("Submit") == 3
+        assert len(compiler.asked) == 1 and kinds.count("Grammar") == 1 and kinds.count("Submit") == 3
+
+        # Who needs nothing compiled waits for nobody's grammar.
+        async def beside() -> int:
+            async with server.front.compiling, server.client() as client:
+                return (await asyncio.wait_for(client.post("/v1/completions", json=body), 5)).status_code
+
+        assert server.do(beside()) == 200
 
 
 @pytest.mark.parametrize(
