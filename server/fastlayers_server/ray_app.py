@@ -114,8 +114,7 @@ class Replica:
             self._session = aiohttp.ClientSession(
                 connector=connector, timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False
             )
-        url = f"http://127.0.0.1:{self.port}{request.url.path}"
-        url += f"?{request.url.query}" if request.url.query else ""
+        url = str(request.url.replace(scheme="http", netloc=f"127.0.0.1:{self.port}"))
         headers = [(name, value) for name, value in request.headers.items() if name not in HOP]
         body = await request.body()
         try:
