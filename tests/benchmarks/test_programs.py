@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,3 +83,22 @@ def test_a_frozen_heap_is_not_gone_through_between_tokens(tmp_path: Path) -> Non
     assert (left["frozen"], frozen["frozen"]) == (False, True)
     assert left["full_collections"] >= 1 and left["longest_ms"] > left["full_collection_ms"]
     assert frozen["full_collection_ms"] < left["full_collection_ms"] / 4
+
+
+def test_steps_that_verify_are_called_ahead_and_give_what_torch_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashMLA's times stand beside Triton's of the same step."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    program, called = import_module("several_tokens"), list[tuple[str, int]]()
+    usual = program.built
+
+    def noted(registry: Any, cfg: Any, device: str, name: str) -> Any:
+        called.append((name, cfg.num_heads))
+        return usual(registry, cfg, device, name)
+
+    monkeypatch.setattr(program, "built", noted)
+    with torch.inference_mode():
+        program.compile_ahead([(2, 2, 1, 70), (3, 1, 2, 5)], "cpu")
+        assert sorted(called) == [("triton", 2), ("triton", 3)]
+        call_of = program.full_step(2, 3, 2, 70, program.cache_of(2, "cpu"), "cpu")
+        found, wanted = (call_of(name)() for name in ("triton", "torch"))
+    assert found.shape == (6, 2, 512) and program.error(found, wanted) < program.BOUND
