@@ -82,7 +82,7 @@ class Hollow:
         return {}
 
 
-def engine(folder: str, epoch: str, parent: str) -> int:
+def engine() -> int:
     """Run the engine's process."""
     from fastlayers_server.engine.child import main
 
@@ -95,7 +95,7 @@ def engine(folder: str, epoch: str, parent: str) -> int:
         info = EngineInfo(epoch, VOCABULARY, 4096, (1,), PAGE, limits.num_pages, limits.max_running, 2048, 20, ())
         return Engine(Scheduler(limits), Hollow(tick, per_token), info=info, epoch=epoch)  # type: ignore[arg-type]
 
-    return main(make, [folder, epoch, parent])
+    return main(make)
 
 
 def ticks(rows: int, count: int = 400) -> dict[str, Any]:
@@ -264,7 +264,7 @@ async def measured(given: argparse.Namespace, pid: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["engine"]:
-        raise SystemExit(engine(*sys.argv[2:5]))
+        raise SystemExit(engine())
     if sys.argv[1:2] == ["front"]:
         front(*sys.argv[2:4])
     else:

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -49,7 +49,7 @@ class Child:
         Of the sockets, which the front has bound.
     epoch : int
     parent : int
-        The front, which may be gone before this process could ask; 0: it is this process.
+        The front, which may be gone before this process could ask; 0: it is this process, or somebody else looks.
     context : zmq.Context, optional
         The front's, where it is in this process.
     """
@@ -150,25 +150,22 @@ class ChildThread(threading.Thread):
         return None if self.is_alive() else self.returncode
 
 
-def main(
-    make: Callable[[EngineConfig, Phase, int], Engine],
-    arguments: Sequence[str] = (),
-    config: EngineConfig | None = None,
-) -> int:
-    """Run the process; by default its arguments come on the command line, the configuration on stdin."""
+def main(make: Callable[[EngineConfig, Phase, int], Engine], config: EngineConfig | None = None) -> int:
+    """Run the process; its configuration comes on stdin, or is given to one that ends with the front by other means."""
+    folder, epoch, parent = sys.argv[-3:]
     # The front decides when to end: an interrupt from the terminal reaches both, and systemd sends SIGTERM to all
     # processes of a service. The ranks' launcher ends them by SIGTERM, and gives them their configuration.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if config is None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    if config is None:
+    if config is not None:
+        parent = "0"
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         given = sys.stdin.buffer.read()
         if not given:
             return 1  # the front is gone already
         config = msgspec.json.decode(given, type=EngineConfig)
     logs.configure(config.log_level)
-    folder, epoch, parent = arguments or sys.argv[1:4]
     return Child(f"ipc://{folder}", int(epoch), int(parent)).run(partial(make, config))
 
 

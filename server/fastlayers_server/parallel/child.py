@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -32,36 +33,28 @@ def command_of(config: EngineConfig) -> list[str]:
 def _end_with(front: int) -> None:
     """End this process when the front or torchrun is gone: either may be killed without a word."""
     launcher = os.getppid()
-    while os.getppid() == launcher and _lives(front):
-        time.sleep(LOOK_SECONDS)
+    with suppress(ProcessLookupError):
+        while os.getppid() == launcher:
+            with suppress(PermissionError):
+                os.kill(front, 0)
+            time.sleep(LOOK_SECONDS)
     os._exit(1)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def main() -> int:
     """Run the process of this rank."""
     import torch.distributed as dist
 
-    folder, epoch, front = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     end_with_launcher()
-    threading.Thread(target=_end_with, args=(front,), name="rank-watch", daemon=True).start()
+    threading.Thread(target=_end_with, args=(int(sys.argv[3]),), name="rank-watch", daemon=True).start()
     store, rank, _ = next(dist.rendezvous("env://"))
     if rank == 0:
         given = sys.stdin.buffer.read()
         store.set("engine", given)
     config = msgspec.json.decode(store.get("engine"), type=EngineConfig)
     if rank == 0:
-        return child.main(_leading, [folder, str(epoch), str(os.getppid())], config)
-    return _following(config, epoch)
+        return child.main(_leading, config)
+    return _following(config, int(sys.argv[2]))
 
 
 def _leading(config: EngineConfig, phase: Phase, epoch: int) -> Engine:
