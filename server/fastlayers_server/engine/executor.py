@@ -69,7 +69,7 @@ class TorchStep:
         self.chunks: Pending | None = None
         self.verified: Pending | None = None
         self.held: list[Held] = []
-        self.telling: list[tuple[Telling, list[tuple[int, Request]]]] = []
+        self.telling: list[tuple[list[int], Telling]] = []  # by places among ``plan.sampled``
         self.prompts: list[tuple[Chunk, list[Telling]]] = []
         self.told: torch.cuda.Event | None = None  # when log-probabilities have arrived
 
@@ -99,14 +99,12 @@ class TorchStep:
         if self.told is not None:
             self.told.synchronize()
         logprobs: dict[int, TokenLogprobs] = {}
-        for telling, asked in self.telling:
-            found = telling.rows([request.submit.logprobs for _, request in asked])
-            logprobs |= {index: entry for (index, _), entry in zip(asked, found, strict=True)}
-        prompts = []
-        for chunk, parts in self.prompts:
-            top = chunk.request.submit.prompt_logprobs
-            entries = [entry for part in parts for entry in part.rows([top] * part.size)]
-            prompts.append((chunk.request, chunk.start, entries))
+        for places, telling in self.telling:
+            logprobs |= zip(places, telling.rows(), strict=True)
+        prompts = [
+            (chunk.request, chunk.start, [entry for part in parts for entry in part.rows()])
+            for chunk, parts in self.prompts
+        ]
         return TickResult(tokens, logprobs, prompts)
 
 
@@ -309,8 +307,8 @@ class TorchExecutor:
             tokens = self.special.draw(held.logits, held.rows, held.special, mask, held.mode)
             telling = self.special.logprobs(held.logits, tokens, held.special)
             if telling is not None:
-                asked = [(held.first + i, r) for i, r, _ in held.special if r.submit.logprobs >= 0]
-                step.telling.append((telling, asked))
+                places = [held.first + i for i, r, _ in held.special if r.submit.logprobs >= 0]
+                step.telling.append((places, telling))
             drawn[held.of_chunks].append(tokens)
         step.held.clear()
         if drawn[True]:

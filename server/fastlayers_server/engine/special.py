@@ -26,20 +26,20 @@ SLICE = 256  # rows of logits that are turned into log-probabilities at a time
 
 
 class Telling:
-    """Log-probabilities on their way to the host."""
+    """Log-probabilities on their way to the host: of chosen tokens, and of each row's ``counts`` likeliest ones."""
 
-    def __init__(self, chosen: torch.Tensor, top: torch.Tensor, top_ids: torch.Tensor) -> None:
-        self.size, pinned = chosen.shape[0], chosen.is_cuda
-        self._parts = [torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned) for t in (chosen, top, top_ids)]
-        for host, tensor in zip(self._parts, (chosen, top, top_ids), strict=True):
+    def __init__(self, counts: Sequence[int], found: Sequence[torch.Tensor]) -> None:
+        self._counts = counts
+        self._parts = [torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for t in found]
+        for host, tensor in zip(self._parts, found, strict=True):
             host.copy_(tensor, non_blocking=True)
 
-    def rows(self, counts: Sequence[int]) -> list[TokenLogprobs]:
-        """Return one entry a row, with so many alternatives; the copy has arrived."""
+    def rows(self) -> list[TokenLogprobs]:
+        """Return one entry a row; the copy has arrived."""
         chosen, top, ids = (part.tolist() for part in self._parts)
         return [
             TokenLogprobs(chosen[i], tuple(zip(ids[i][:count], top[i][:count], strict=True)))
-            for i, count in enumerate(counts)
+            for i, count in enumerate(self._counts)
         ]
 
 
@@ -121,13 +121,12 @@ class SpecialDraws:
 
     def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, special: Special) -> Telling | None:
         """Start telling the log-probabilities of the tokens drawn, for those of ``special`` who asked."""
-        asked = [(place, request) for place, request, _ in special if request.submit.logprobs >= 0]
+        asked = {place: request.submit.logprobs for place, request, _ in special if request.submit.logprobs >= 0}
         if not asked:
             return None
-        places = on_device([place for place, _ in asked], logits.device)
-        top = max(request.submit.logprobs for _, request in asked)
+        places, counts = on_device(list(asked), logits.device), list(asked.values())
         chosen = tokens.index_select(0, places).clamp(min=0)
-        return Telling(*self.sampler.logprobs(logits.index_select(0, places), chosen, top))
+        return Telling(counts, self.sampler.logprobs(logits.index_select(0, places), chosen, max(counts)))
 
     def prompt_logprobs(self, model: Any, hidden: torch.Tensor, ids: Sequence[int], top: int) -> list[Telling]:
         """Start telling the log-probability of each of ``ids``, which follow the tokens of ``hidden``'s rows."""
@@ -135,5 +134,5 @@ class SpecialDraws:
         for first in range(0, len(ids), SLICE):
             wanted = on_device(ids[first : first + SLICE], hidden.device)
             logits = model.compute_logits(hidden[first : first + wanted.shape[0]])
-            found.append(Telling(*self.sampler.logprobs(logits, wanted, top)))
+            found.append(Telling([top] * len(wanted), self.sampler.logprobs(logits, wanted, top)))
         return found
