@@ -251,10 +251,6 @@ class ModelDrafts(MTPDrafts):
     Whose rows it lacks, because a block was cached while it rested, is drafted for worse, not otherwise.
     """
 
-    def begin(self, request: Request, start: int) -> None:
-        """Take a request whose rows before ``start`` came with the prefix cache."""
-        self._covered[request] = start
-
     @staticmethod
     def _rows(request: Request) -> int:
         return len(request.tokens)
@@ -264,7 +260,7 @@ class ModelDrafts(MTPDrafts):
         for request, start in list(self._covered.items()):
             follow = request.tokens[start : start + room]
             if request.state != RUNNING:
-                del self._covered[request]
+                del self._covered[request], self._news[request]
             elif request.kv >= request.goal and follow and len(request.tokens) <= len(request.pages) * self._size:
                 work.append((request, start, follow, torch.empty(0)))
                 room -= len(follow)
