@@ -327,7 +327,7 @@ class Engine:
             known = not message.grammar or (self.grammars is not None and self.grammars.known(message.grammar))
             if not known:
                 told = f"grammar {message.grammar!r} did not arrive, or was forgotten"
-                scheduler.outputs.append(Output(message.rid, (), "error", "invalid_grammar", told))
+                scheduler.outputs.append(Output(message.rid, (), "error", "grammar_lost", told))
             else:
                 self._submit(message, now)
         elif isinstance(message, Abort):

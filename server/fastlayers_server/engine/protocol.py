@@ -33,6 +33,7 @@ ERROR_CODES: Mapping[str, int] = MappingProxyType(
         "internal_error": 500,
         "draining": 503,  # the server is about to end, or the engine is gone for good
         "engine_restarting": 503,  # it died, and comes back
+        "grammar_lost": 503,  # the engine has not the one that was compiled, and is brought it with the next request
     }
 )
 CONTROLS = (

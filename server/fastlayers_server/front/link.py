@@ -220,8 +220,8 @@ class Link:
             return
         if output.finish:
             del self._feeds[output.rid]
-            if output.code == "invalid_grammar":
-                # The engine forgot one: each is brought again when it is next asked for.
+            if output.code == "grammar_lost":
+                # Whichever it was: each is brought again when it is next asked for.
                 self.grammar_keys.clear()
             if output.code == "nonfinite_logits":
                 self._nonfinite = [*self._nonfinite[-8:], time.monotonic()]

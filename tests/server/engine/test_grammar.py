@@ -149,7 +149,7 @@ def test_what_is_wrong_ends_that_request_alone(model: Any, grammars: Any) -> Non
     both = served.submit([5], 4, grammar="choice", ignore_eos=True)
     good = served.submit([5], 30, grammar="choice", ignore_eos=False)
     served.run()
-    assert [served.last(rid).code for rid in (unknown, both)] == ["invalid_grammar", "invalid_prompt"]
+    assert [served.last(rid).code for rid in (unknown, both)] == ["grammar_lost", "invalid_prompt"]
     assert served.last(good).finish == "stop"
     assert not served.engine.grammars.known("broken")  # type: ignore[union-attr]
 

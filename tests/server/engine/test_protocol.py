@@ -188,7 +188,7 @@ def test_an_engine_that_dies_in_this_process_tells_everybody_once() -> None:
         ({"sampling": p.Sampling(top_p=0.0)}, "invalid_prompt", "top_p is 0.0"),
         ({"sampling": p.Sampling(logit_bias=((600, 1.0),))}, "invalid_prompt", "logit_bias: token id 600"),
         ({"sampling": p.Sampling(logit_bias=((5, float("inf")),))}, "invalid_prompt", "logit_bias is a value"),
-        ({"grammar": "unheard of"}, "invalid_grammar", "did not arrive, or was forgotten"),
+        ({"grammar": "unheard of"}, "grammar_lost", "did not arrive, or was forgotten"),
     ],
 )
 def test_the_engine_checks_what_a_front_has_checked(change: Any, code: str, said: str) -> None:

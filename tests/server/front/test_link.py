@@ -17,6 +17,7 @@ from fastlayers_server.engine.protocol import (
     StepOut,
     Submit,
 )
+from fastlayers_server.front.errors import of_output
 from fastlayers_server.front.link import AT_ONCE, Link
 
 ROWS = 5 * AT_ONCE + 3
@@ -113,3 +114,20 @@ def test_a_grammar_is_brought_again_when_the_engine_forgot_it() -> None:
 
     a, b = Grammar("a", "of a"), Grammar("b", "of b")
     assert asyncio.run(run()) == [a, b, a, a, b]
+
+
+def test_a_grammar_that_the_engine_has_not_is_no_fault_of_its_client() -> None:
+    async def run() -> list[Any]:
+        client: Any = Client()
+        link, ended = Link(client), list[Output]()
+        link.start(asyncio.get_running_loop())
+        for rid, code in ((1, "invalid_grammar"), (2, "grammar_lost"), (3, "invalid_grammar")):
+            link.grammar("a", "of a")
+            link.submit(Submit(rid, b"", Sampling(), grammar="a"), ended.append)
+            client.deliver(StepOut(1, (Output(rid, finish="error", code=code, message="m"),)))
+            await asyncio.sleep(0.01)
+        return [*client.sent, *(of_output(output).status for output in ended)]
+
+    # One that is wrong is wrong when it comes again, and no reason to bring all others again.
+    a = Grammar("a", "of a")
+    assert asyncio.run(run()) == [a, a, 400, 503, 400]
