@@ -107,7 +107,7 @@ def main() -> None:
             continue
         config = EngineConfig(
             model="tiny", device=device, dtype="fp32", max_model_len=512, max_running_requests=8, no_freeze_gc=True,
-            speculative_max_k=K, **WAYS[name],
+            max_num_batched_tokens=1024, speculative_max_k=K, **WAYS[name],
         )  # fmt: skip
         parts = build(config, lambda phase: None)
         if parts.drafts is not None:

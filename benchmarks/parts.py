@@ -116,7 +116,7 @@ def _served() -> Iterator[Part]:
         "speculation", command, "speculation_h200.jsonl", 85, "13: row 6, the verifying step", ("msgspec",), 1, PLAIN
     )
     # An engine a way, whose steps are all captured; of other models' drafts nothing is asked.
-    command = "benchmarks/drafts.py --ways mtp 'mtp, tree' 'mtp, rejection' --seconds 150 --out {out}"
+    command = "benchmarks/drafts.py --ways mtp 'mtp, tree' 'mtp, rejection' --seconds 110 --out {out}"
     yield Part("drafts", command, "drafts_h200.jsonl", 80, "15: row 61", ("msgspec",), 1, PLAIN)
     command = (
         "benchmarks/soak.py Qwen/Qwen3-8B --requests 10000 --seconds 100 --grammars --out {out} -- "
