@@ -46,10 +46,13 @@ def told(bench: Bench, rid: int) -> tuple[Any, ...]:
 
 
 def alone(model: Any, **limits: Any) -> list[tuple[Any, ...]]:
-    """Return what each request is told if there is nobody else, and nothing in the cache."""
-    found = []
+    """Return what each request is told if there is nobody else, and nothing in the cache.
+
+    Each has an engine of its own, unless steps are captured: that is as much work as many requests.
+    """
+    found, made = [], Bench(model, prefix_cache=False, **limits)
     for row, options in asked(COUNT):
-        bench = Bench(model, prefix_cache=False, **limits)
+        bench = made if limits.get("captured") else Bench(model, prefix_cache=False, **limits)
         rid = bench.submit(row, **options)
         bench.run()
         found.append(told(bench, rid))
