@@ -95,6 +95,11 @@ def set_kernel_directories(directories: Mapping[str, str]) -> None:
     os.environ.update(directories)
 
 
+def of_child(given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a process that this one begins: its own, and ``given`` where it has none."""
+    return {**given, **os.environ}
+
+
 def disable_multicast() -> None:
     """Keep torch, NCCL and NVSHMEM from NVLink multicast, unless told otherwise: before the first of their groups."""
     for name, value in (

@@ -196,6 +196,16 @@ def test_only_what_all_ranks_have_built_counts(tmp_path: Path) -> None:
         assert met == {"everywhere": 8}
 
 
+def what_failed(rank: Rank) -> dict[str, str]:
+    mine = {f"of {rank.rank}": "its words", "of both": f"by {rank.rank}"}
+    return builds.of_all_ranks(mine, rank.spec().tp)
+
+
+def test_what_one_rank_could_not_build_no_rank_takes() -> None:
+    both = {"of 0": "its words", "of 1": "its words", "of both": "by 0"}
+    assert world(2).run(what_failed) == [both, both]
+
+
 def tables(rank: Rank, folder: str) -> list[str]:
     own = Path(folder, f"tables{rank.rank}")
     own.mkdir()

@@ -176,12 +176,12 @@ def test_bad_calls() -> None:
 
 
 def test_whom_a_warm_up_waited_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precompile, "run", lambda jobs, advance: {"triton": 31.2, "xqa": 75.54})
+    monkeypatch.setattr(precompile, "run", lambda jobs, advance, modules: {"triton": 31.2, "xqa": 75.54})
     report = fl.warmup(fl.RMSNorm(8), max_tokens=4, progress=False)
     assert re.fullmatch(
         r"\d+ calls side by side, the last of triton after 31.2 s, of xqa after 75.5 s", report.steps[0][0]
     )
-    monkeypatch.setattr(precompile, "run", lambda jobs, advance: {"triton": 31.2})
+    monkeypatch.setattr(precompile, "run", lambda jobs, advance, modules: {"triton": 31.2})
     report = fl.warmup(fl.RMSNorm(8), max_tokens=4, progress=False)
     assert re.fullmatch(r"\d+ calls side by side", report.steps[0][0])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def test_no_step_of_a_generator_needs_another_kernel(monkeypatch: pytest.MonkeyP
     empty = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size, **more: empty(x, *size, **more).zero_())
 
-    def run_some(jobs: Sequence[precompile.Job], advance: Callable[[str], None]) -> dict[str, float]:
+    def run_some(jobs: Sequence[precompile.Job], advance: Callable[[str], None], **more: Any) -> dict[str, float]:
         later.extend(job for job in jobs if " to " in job.label)
         return run([job for job in jobs if job not in later], advance)
 

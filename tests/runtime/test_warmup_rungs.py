@@ -112,7 +112,7 @@ def prompts(count: int, longest: int, seed: int) -> list[list[int]]:
 def test_no_prompts_need_another_kernel(h200: None, model: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds, run = Kinds(monkeypatch), precompile.run
 
-    def run_some(jobs: Sequence[precompile.Job], advance: Callable[[str], None]) -> dict[str, float]:
+    def run_some(jobs: Sequence[precompile.Job], advance: Callable[[str], None], **more: Any) -> dict[str, float]:
         return run([job for job in jobs if job.tokens <= STEP], advance)  # no step brings more
 
     monkeypatch.setattr(precompile, "run", run_some)

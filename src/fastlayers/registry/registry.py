@@ -18,7 +18,7 @@ from fastlayers import device as device_module
 from fastlayers import env
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, EnvironmentVariableError, NoBackendError, UnknownNameError, check_plain
-from fastlayers.registry.backend import Backend, supports_all
+from fastlayers.registry.backend import Backend
 from fastlayers.registry.choice import Choice, Rung
 from fastlayers.registry.layers import COLLECTIVES, LAYERS, builtin_registry
 from fastlayers.registry.plugins import load_plugins
@@ -166,7 +166,7 @@ class Registry:
                 continue
             phase = getattr(cfg, "phase", "")
             timed = not backend.auto_phases or phase in backend.auto_phases
-            unbuilt = partial(builds.unbuilt, self.layer, backend) if built_only else supports_all
+            unbuilt = partial(builds.unbuilt if built_only else builds.failed, self.layer, backend)
             why = backend.why_not(cfg, device, unbuilt) if timed else f"taken by name only in {phase or 'every phase'}"
             if why is None:
                 able.append(backend)

@@ -6,9 +6,11 @@ lies inside the package's own cache, travels with it, and is read once a process
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -56,9 +58,47 @@ def unbuilt(layer: str, backend: Backend, cfg: Any, device: Device) -> str | Non
     packages = compiling(backend)
     if not packages or device.described:
         return None
+    if (why := failed(layer, backend, cfg, device)) is not None:
+        return why
     name = entry(layer, backend.name, cfg, device)
     lacking = [package for package in packages if name not in built(package)]
     return f"{UNBUILT} ({', '.join(lacking)}; fastlayers warmup MODEL builds them)" if lacking else None
+
+
+# Entries whose modules could not be built, and what their package said.
+_failed: dict[str, str] = {}
+
+
+def failed(layer: str, backend: Backend, cfg: Any, device: Device) -> str | None:
+    """Return why a warm-up does not take a backend either: its package could not build what it needs."""
+    if not _failed or not compiling(backend) or device.described:
+        return None
+    said = _failed.get(entry(layer, backend.name, cfg, device))
+    return None if said is None else f"{UNBUILT}: {said}"
+
+
+def of_all_ranks(entries: Mapping[str, str], axis: Axis) -> dict[str, str]:
+    """Return what could not be built on any rank of an axis, which all have to do without; collective."""
+    import torch.distributed as dist
+
+    if axis.size == 1 or not isinstance(axis.group, dist.ProcessGroup):
+        return dict(entries)
+    told: list[Any] = [None] * axis.size
+    dist.all_gather_object(told, dict(entries), group=axis.group)
+    return {entry: words for each in reversed(told) for entry, words in each.items()}
+
+
+def leave_out(entries: Mapping[str, str]) -> None:
+    """Let nobody take these backends of shapes, whose modules could not be built, until the next warm-up tries again.
+
+    ``entries``: what their package said of each.
+    """
+    _failed.update(entries)
+
+
+def try_again() -> None:
+    """Forget what could not be built."""
+    _failed.clear()
 
 
 def built(package: str) -> Mapping[str, int]:
@@ -123,14 +163,28 @@ def record(done: Iterable[tuple[str, Backend, Any, Device]], tokens: int) -> lis
             by_package.setdefault(package, []).append(entry(layer, backend.name, cfg, device))
     for package, names in by_package.items():
         path = record_path(package)
-        before = _read(path)
-        after = before | {name: max(tokens, before.get(name, 0)) for name in names}
-        if after == before:
-            continue
-        new += [name for name in dict.fromkeys(names) if name not in before]
-        text = {"schema": SCHEMA, "versions": kernel_cache.versions_key(), "built": after}
-        kernel_cache.write_whole(path, json.dumps(text, indent=1) + "\n")
+        if _noted(before := _read(path), names, tokens) == before:
+            continue  # caches may lie where nobody writes
+        with _alone(path):  # what another process notes between the two would be lost
+            before = _read(path)
+            after = _noted(before, names, tokens)
+            new += [name for name in dict.fromkeys(names) if name not in before]
+            text = {"schema": SCHEMA, "versions": kernel_cache.versions_key(), "built": after}
+            kernel_cache.write_whole(path, json.dumps(text, indent=1) + "\n")
     return new
+
+
+def _noted(before: Mapping[str, int], names: Iterable[str], tokens: int) -> dict[str, int]:
+    return {**before, **{name: max(tokens, before.get(name, 0)) for name in names}}
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Let no other process change a record meanwhile; the lock goes with the process, however it ends."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
 
 
 def summary() -> dict[str, int]:

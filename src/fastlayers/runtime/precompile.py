@@ -5,7 +5,8 @@ captured extends             attention in each bucket, with bounds from the buck
 other steps of attention     one of each kind that its ladders and backends tell apart, in tables as wide as the
                              state's: see attention_steps.py; without a state, decode in every class of context
 what a package asks          counts that its backend names (``token_counts``): its kernels follow rules of its own
-threads                      Triton's compiler lets others run while it works; other packages have one thread each
+threads                      Triton's compiler lets others run while it works; other packages have one thread each,
+                             after the modules that they say they need: see package_builds.py
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from fastlayers.layer import Layer
 from fastlayers.registry import Backend, Choice
 from fastlayers.runtime import builds
 from fastlayers.runtime.attention_steps import Step, arguments, of_each_kind
+from fastlayers.runtime.package_builds import PackageBuilds
 from fastlayers.runtime.streams import side_stream
 from fastlayers.tuning.probe import choices_of
 
@@ -190,12 +192,19 @@ def _rows_and_cache(layer: Any, tokens: int, pages: int) -> tuple[torch.Tensor, 
     return x, spec.allocate(pages + 1, device)[0]
 
 
-def run(jobs: Sequence[Job], advance: Callable[[str], None], *, threads: int = THREADS) -> dict[str, float]:
+def run(
+    jobs: Sequence[Job],
+    advance: Callable[[str], None],
+    *,
+    threads: int = THREADS,
+    modules: PackageBuilds | None = None,
+) -> dict[str, float]:
     """Run jobs: those of few tokens side by side, the rest one after another; the first error ends it.
 
     Jobs of one package are never at work at the same time, except Triton's; with Triton's interpreter, whose place in a
     grid is one for all threads, no two jobs are. Neighbours need the same kernels, and who needs one that is being
-    compiled waits: so jobs come from all over the list.
+    compiled waits: so jobs come from all over the list. Those of a package wait for its ``modules``, which are built
+    meanwhile, and are left out where one of these failed; whatever ends this early ends those builds.
 
     Returns
     -------
@@ -213,11 +222,19 @@ def run(jobs: Sequence[Job], advance: Callable[[str], None], *, threads: int = T
     cuda = torch.cuda.is_available()
     device = torch.cuda.current_device() if cuda else -1
 
+    def stop(error: BaseException) -> None:
+        stopped.append(error)
+        if modules is not None:
+            modules.stop()
+
     def work(job: Job) -> None:
         if stopped:
             return
-        advance(job.label)
+        waits = modules.waiting(job.package) if modules is not None else ""
+        advance(f"{job.label}, which waits for {waits}" if waits else job.label)
         try:
+            if modules is not None and not modules.ready(job.package):
+                return
             with torch.inference_mode():
                 if cuda:
                     # A new thread is on the first GPU, whichever the caller is on.
@@ -226,7 +243,7 @@ def run(jobs: Sequence[Job], advance: Callable[[str], None], *, threads: int = T
                 else:
                     job.call()
         except BaseException as error:
-            stopped.append(error)
+            stop(error)
             raise
         if job.tokens <= SIDE_BY_SIDE:
             ended[job.package] = time.perf_counter() - begin
@@ -237,6 +254,9 @@ def run(jobs: Sequence[Job], advance: Callable[[str], None], *, threads: int = T
         done = [pools[job.package].submit(work, job) for job in small]
         for each in done:
             each.result()
+    except BaseException as error:  # an interrupt, too: what is not begun yet is left
+        stop(error)
+        raise
     finally:
         for pool in pools.values():
             pool.shutdown()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ from fastlayers.memory import memory_for
 from fastlayers.registry.spec import spec_of
 from fastlayers.runtime import builds, compile_log, kernel_cache, precompile
 from fastlayers.runtime.compile_log import CompileWatch
+from fastlayers.runtime.package_builds import Built, Module, PackageBuilds
 from fastlayers.tuning.probe import choices_of
 from fastlayers.tuning.probe_shapes import probe_shapes
 from fastlayers.tuning.table import probed_dir
@@ -61,6 +62,8 @@ class WarmupReport:
         Backends of shapes that ``auto`` takes from now on, as the record names them.
     probed : list[Path]
         Tables that were made for shapes without one.
+    modules : list[Built]
+        What packages were asked to build: seconds, and of what failed the package's words.
     """
 
     steps: list[tuple[str, float, int]] = field(default_factory=list)
@@ -68,6 +71,7 @@ class WarmupReport:
     left_out: list[str] = field(default_factory=list)
     built: list[str] = field(default_factory=list)
     probed: list[Path] = field(default_factory=list)
+    modules: list[Built] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -140,11 +144,12 @@ def warmup(
     left_out: list[str] = []
     layers = _layers_of(module)
     _refresh_builds(module)
+    builds.try_again()
     for layer in layers:
         layer.choose_again(built_only=not build)
     try:
         probed = _probe(module, layers, build) if probe else []
-        report = _run(module, counts, left_out, (most, max_batch) if every else None, progress)
+        report = _run(module, layers if build else [], counts, left_out, (most, max_batch) if every else None, progress)
     except BaseException:
         for layer in layers:
             layer.choose_again()  # without what could not be built
@@ -179,29 +184,81 @@ def _probe(module: Any, layers: Sequence[Layer], build: bool) -> list[Path]:
 
 
 def _run(
-    module: Any, counts: Sequence[int], left_out: list[str], every: tuple[int, int] | None, progress: bool
+    module: Any,
+    building: Sequence[Layer],
+    counts: Sequence[int],
+    left_out: list[str],
+    every: tuple[int, int] | None,
+    progress: bool,
 ) -> WarmupReport:
-    jobs = _side_by_side(module, *every) if every is not None else []
+    """Run everything; ``building``: the layers whose packages may build what they lack."""
     calls = list(calls_of(module, counts, left_out))
     if not calls:
         raise ArgumentError("warmup", "module", type(module).__name__, "a module with layers of fastlayers inside")
     steps: list[tuple[str, float, int]] = []
-    with compile_log.counted() as seen, _bar(len(jobs) + len(calls), progress) as advance:
-        if jobs:
-            begin = time.perf_counter()
-            ended = precompile.run(jobs, advance)
-            label = f"{len(jobs)} calls side by side"
-            if len(ended) > 1:
-                label += ", the last of " + ", of ".join(f"{name} after {took:.1f} s" for name, took in ended.items())
-            steps.append((label, time.perf_counter() - begin, len(seen())))
-        for label, call in calls:
-            before, begin = len(seen()), time.perf_counter()
-            advance(label)
-            call()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            steps.append((label, time.perf_counter() - begin, len(seen()) - before))
-    return WarmupReport(steps, left_out=left_out)
+    modules: list[Built] = []
+    with compile_log.counted() as seen, PackageBuilds() as builder:
+        again = True
+        while again:  # what a package cannot build is left out, and the rest runs once more
+            begin, before, ended = time.perf_counter(), len(seen()), {}
+            wanted = _lacking(building)
+            builder.begin(wanted)
+            jobs = _side_by_side(module, *every) if every is not None else []
+            if jobs:
+                with _bar(len(jobs), progress) as advance:
+                    ended = precompile.run(jobs, advance, modules=builder)
+            done = builder.ended()
+            modules += [each for each in done if each not in modules]
+            if jobs or done:
+                steps.append((_told(len(jobs), ended, done), time.perf_counter() - begin, len(seen()) - before))
+            again = _leave_out(module, building, wanted, done)
+        with _bar(len(calls), progress) as advance:
+            for label, call in calls:
+                before, begin = len(seen()), time.perf_counter()
+                advance(label)
+                call()
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                steps.append((label, time.perf_counter() - begin, len(seen()) - before))
+    return WarmupReport(steps, left_out=left_out, modules=modules)
+
+
+def _told(jobs: int, ended: Mapping[str, float], done: Sequence[Built]) -> str:
+    """Return what ran at the same time, and whom that waited for."""
+    label = f"{jobs} calls side by side" if jobs else ""
+    if len(ended) > 1:
+        label += ", the last of " + ", of ".join(f"{name} after {took:.1f} s" for name, took in ended.items())
+    if done:
+        each = ", ".join(f"{built.module.label} {built.seconds:.1f} s" for built in done)
+        label += f"{' and ' if label else ''}{len(done)} modules built by packages: {each}"
+    return label
+
+
+def _lacking(layers: Sequence[Layer]) -> dict[Module, list[str]]:
+    """Return the modules that packages lack for what was chosen automatically, with the entries that need each."""
+    found: dict[Module, list[str]] = {}
+    for layer, backend, cfg, device in _automatic(layers):
+        lacks = builds.unbuilt(layer, backend, cfg, device) and not builds.failed(layer, backend, cfg, device)
+        modules = getattr(backend.load(), "modules", None) if lacks else None
+        for module in modules(cfg) if modules is not None else ():
+            entries = found.setdefault(module, [])
+            if (entry := builds.entry(layer, backend.name, cfg, device)) not in entries:
+                entries.append(entry)
+    return found
+
+
+def _leave_out(
+    module: Any, layers: Sequence[Layer], wanted: Mapping[Module, Sequence[str]], done: Sequence[Built]
+) -> bool:
+    """Choose again without what could not be built, on all ranks alike; return whether there is such a thing."""
+    failed = {entry: built.words for built in done if built.words is not None for entry in wanted[built.module]}
+    if (axis := axis_of(module)) is not None:
+        failed = builds.of_all_ranks(failed, axis)
+    builds.leave_out(failed)
+    if failed:
+        for layer in layers:
+            layer.choose_again(built_only=False)
+    return bool(failed)
 
 
 def _layers_of(module: Any) -> list[Layer]:

@@ -25,6 +25,7 @@ from fastlayers.device import as_device
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
+from fastlayers.runtime.package_builds import Module
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
 CAUSAL, TOKENS_BEFORE_HEADS = 1, 0  # the package's codes
@@ -37,10 +38,14 @@ def module_of(
     """Return the package's kernels for one configuration; compiles them at first use."""
     from flashinfer.prefill import get_batch_prefill_module
 
+    return get_batch_prefill_module(*_arguments(variant, dtype, kv_dtype, head_dim, windowed, capped))
+
+
+def _arguments(
+    variant: str, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, windowed: bool, capped: bool
+) -> tuple[Any, ...]:
     # No rotary embedding inside, scores in fp32.
-    return get_batch_prefill_module(
-        variant, dtype, kv_dtype, dtype, torch.int32, head_dim, head_dim, 0, windowed, capped, False
-    )
+    return variant, dtype, kv_dtype, dtype, torch.int32, head_dim, head_dim, 0, windowed, capped, False
 
 
 @kernel
@@ -225,9 +230,17 @@ class FlashInferGQA:
 
     def module(self) -> Any:
         """Return the package's kernels for this configuration."""
-        cfg = self.cfg
+        return module_of(*self._of(self.cfg))
+
+    @classmethod
+    def modules(cls, cfg: GQAConfig) -> list[Module]:
+        """Return what the package compiles for a configuration."""
+        return [Module("flashinfer", "flashinfer.jit:gen_batch_prefill_module", _arguments(*cls._of(cfg)))]
+
+    @classmethod
+    def _of(cls, cfg: GQAConfig) -> tuple[str, torch.dtype, torch.dtype, int, bool, bool]:
         capped = cfg.softcap is not None
-        return module_of(self.variant, cfg.dtype, cfg.kv_dtype, cfg.head_dim, cfg.window is not None, capped)
+        return cls.variant, cfg.dtype, cfg.kv_dtype, cfg.head_dim, cfg.window is not None, capped
 
     def __call__(
         self,

@@ -12,6 +12,7 @@ from fastlayers.attention.gqa.config import GQAConfig, check_no_padding
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.device import as_device
 from fastlayers.operators import like_x, operator
+from fastlayers.runtime.package_builds import Module
 
 
 class Scratch:
@@ -58,6 +59,14 @@ class XQA:
 
     def __init__(self, cfg: GQAConfig) -> None:
         self.cfg, self.key = cfg, ("xqa", cfg.num_kv_heads, cfg.head_dim)
+
+    @staticmethod
+    def modules(cfg: GQAConfig) -> list[Module]:
+        """Return what the package compiles for a configuration."""
+        sizes = cfg.page_size, cfg.head_dim, cfg.group, cfg.window is not None
+        return [
+            Module("flashinfer", "flashinfer.jit.xqa:gen_xqa_module", (cfg.dtype, cfg.kv_dtype, *sizes, cfg.dtype, 1))
+        ]
 
     def __call__(
         self,

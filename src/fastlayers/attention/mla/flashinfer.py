@@ -23,6 +23,7 @@ from fastlayers.attention.mla.config import MLAConfig, RaggedLengths, check_no_p
 from fastlayers.attention.pinned_copy import Staging
 from fastlayers.device import as_device
 from fastlayers.operators import operator
+from fastlayers.runtime.package_builds import Module
 
 # The package's schedule of one launch holds this many entries and does not check: longer steps go in pieces.
 MAX_ENTRIES = 16384
@@ -37,14 +38,22 @@ CAUSAL = {False: 0, True: 1}
 def _decode_module(backend: str, q: torch.dtype, kv: torch.dtype, rank: int, rope: int) -> Any:
     from flashinfer.mla import get_batch_mla_module
 
-    return get_batch_mla_module(backend, q, kv, q, torch.int32, rank, rope, False)
+    return get_batch_mla_module(*_of_decode(backend, q, kv, rank, rope))
+
+
+def _of_decode(backend: str, q: torch.dtype, kv: torch.dtype, rank: int, rope: int) -> tuple[Any, ...]:
+    return backend, q, kv, q, torch.int32, rank, rope, False
 
 
 def _prefill_module(dtype: torch.dtype, width: int, value: int) -> Any:
     from flashinfer.prefill import get_batch_prefill_module
 
+    return get_batch_prefill_module(*_of_prefill(dtype, width, value))
+
+
+def _of_prefill(dtype: torch.dtype, width: int, value: int) -> tuple[Any, ...]:
     # No rotary embedding, window, soft cap or 16-bit scores.
-    return get_batch_prefill_module("fa3", dtype, dtype, dtype, torch.int32, width, value, 0, False, False, False)
+    return "fa3", dtype, dtype, dtype, torch.int32, width, value, 0, False, False, False
 
 
 class Workspace:
@@ -231,6 +240,15 @@ class FlashInferMLA:
     """Capture-safe after one call of the step; allocates its outputs."""
 
     name = variant = ""
+
+    @classmethod
+    def modules(cls, cfg: MLAConfig) -> list[Module]:
+        """Return what the package compiles for a configuration: ``extend`` is computed by :meth:`prefill`."""
+        if cfg.phase == "extend":
+            of = _of_prefill(cfg.dtype, cfg.qk_nope_head_dim + cfg.qk_rope_head_dim, cfg.v_head_dim)
+            return [Module("flashinfer", "flashinfer.jit:gen_batch_prefill_module", of)]
+        of = _of_decode(cls.variant, cfg.dtype, cfg.kv_dtype, cfg.kv_lora_rank, cfg.qk_rope_head_dim)
+        return [Module("flashinfer", "flashinfer.jit:gen_batch_mla_module", of)]
 
     def __init__(self, cfg: MLAConfig) -> None:
         self.cfg = cfg
