@@ -2,9 +2,9 @@
 
 All kernel caches are an empty directory: that of ``FASTLAYERS_CACHE_DIR``, if it is one, and whoever runs next with it
 finds them filled, or else a new one. Seconds from this program's start to the first token of a prompt of 512 tokens
-(random weights at real dimensions, made on the GPU), then of ``fl.warmup`` with its defaults (the model's context, 256
-requests), then prompts of random lengths and numbers: how many kernels were compiled or loaded for any of them (wanted:
-none), and their longest first token. One JSON line a row; the first describes the run.
+(random weights at real dimensions, made on the GPU), part by part, then of ``fl.warmup`` with its defaults (the model's
+context, 256 requests), then prompts of random lengths and numbers: how many kernels were compiled or loaded for any of
+them (wanted: none), and their longest first token. One JSON line a row; the first describes the run.
 """
 
 from __future__ import annotations
@@ -31,16 +31,29 @@ if __name__ == "__main__":  # before anything that has a cache is imported
         os.environ.pop(name, None)
     os.environ["FASTLAYERS_CACHE_DIR"] = EMPTY
 
+PARTS: dict[str, float] = {}
+
+
+def said(part: str) -> None:
+    """Take the seconds since the last part, or since the program's start, for this one; the device's work included."""
+    if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+        sys.modules["torch"].cuda.synchronize()
+    PARTS[part] = time.perf_counter() - BEGIN - sum(PARTS.values())
+
+
 import torch  # noqa: E402
+
+said("torch imported")
 from generate import MODELS, prompts_of, randomize  # noqa: E402
 
 import fastlayers as fl  # noqa: E402
-from fastlayers.device import as_device, package  # noqa: E402
+from fastlayers.device import as_device, import_seconds, package  # noqa: E402
 from fastlayers.runtime import compile_log  # noqa: E402
 from fastlayers.tuning.provenance import loop_ms, provenance  # noqa: E402
 from fastlayers_models.auto import family_of  # noqa: E402
 from fastlayers_models.generate import Generator  # noqa: E402
 
+said("libraries imported")
 CACHED_TOKENS = 1 << 17  # of all requests together
 
 
@@ -66,15 +79,23 @@ def bench(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the rows of one model."""
     config = MODELS[name] | ({"num_hidden_layers": options.layers} if options.layers else {})
     family: Any = family_of(config)
+    torch.zeros(1, device=options.device)
+    said("device opened")
     model = family(family.config_class.from_hf(config), dtype=torch.bfloat16, device=options.device).eval()
+    said("layers built, backends chosen")
     randomize(model)
+    said("weights drawn and packed")
     built = time.perf_counter()
     pages = CACHED_TOKENS // model.page_size + 1
     generator = Generator(model, max_batch=options.max_batch, num_pages=pages)
+    said("cache and captured steps laid out")
     first = first_tokens(generator, prompts_of(1, 512, model.config.vocab_size))
+    said("first token")
     yield {
         "model": name, "what": "cold", "import_to_first_token_s": round(time.perf_counter() - BEGIN, 2),
         "built_at_s": round(built - BEGIN, 2), "first_token_s": round(first, 2),
+        "parts_s": {part: round(seconds, 2) for part, seconds in PARTS.items()},
+        "packages_imported_s": {name: round(seconds, 2) for name, seconds in import_seconds.items()},
     }  # fmt: skip
     begin = time.perf_counter()
     report = fl.warmup(generator, max_batch=options.max_batch, progress=False)
@@ -82,6 +103,7 @@ def bench(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "model": name, "what": "warm-up", "seconds": round(time.perf_counter() - begin, 2), "kernels": report.kernels,
         "max_tokens": generator.max_length, "max_batch": options.max_batch,
         "slowest": [[label, round(took, 2)] for label, took, _ in sorted(report.steps, key=lambda s: -s[1])[:6]],
+        "modules": [[built.module.label, round(built.seconds, 2), built.words] for built in report.modules],
     }  # fmt: skip
     shapes = list(draw(options.prompts, generator.max_length - 2, options.max_batch))
     late: dict[str, list[str]] = {}
@@ -114,6 +136,7 @@ def main() -> None:
         "packages": installed, "device": str(as_device(options.device)),
     }]  # fmt: skip
     print(json.dumps(rows[0]), flush=True)
+    said("run described")
     for row in bench(options.model, options):
         rows.append(row)
         print(json.dumps(row), flush=True)

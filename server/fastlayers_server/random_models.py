@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastlayers.device import import_seconds
 from fastlayers.layer import finalize
 
 
@@ -48,8 +49,12 @@ def random_model(
     changes["num_nextn_predict_layers"] = 0
     family: Any = family_of(changes)
     said("code of the model's family")
+    torch.zeros(1, device=device)  # the first tensor waits for the device's context, whoever makes it
+    said("device opened")
+    before = dict(import_seconds)
     model = family(family.config_class.from_hf(changes), device=device, dtype=dtype, **options).eval()
-    said("layers built, backends chosen")
+    imported = (f"{name} {seconds:.2f}" for name, seconds in import_seconds.items() if name not in before)
+    said("layers built, backends chosen, packages imported: " + (", ".join(imported) or "none"))
     fill_random(model, seed)
     said("weights drawn")
     return finalize(model)

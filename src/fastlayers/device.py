@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import time
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -204,6 +205,10 @@ OPTIONAL_PACKAGES = {
 }
 
 
+# What a start spends on packages that backends are chosen from: seconds of the first import that asked for each.
+import_seconds: dict[str, float] = {}
+
+
 def _version(import_name: str) -> str | None:
     for distribution in (OPTIONAL_PACKAGES.get(import_name, import_name), import_name):
         try:
@@ -237,12 +242,15 @@ def _probe(import_name: str, load: bool) -> Package:
         import torch
 
         kernel_cache.prepare()
+        begin = time.perf_counter()
         try:
             importlib.import_module(import_name)
         except Exception as error:  # a broken package may raise anything; the reason is kept
             first_line = (str(error).splitlines() or [""])[0]
             reason = f"{import_name} {version or ''} fails to import: {type(error).__name__}: {first_line}"
             return Package(import_name, "broken", version, reason)
+        finally:
+            import_seconds.setdefault(import_name, time.perf_counter() - begin)
         if torch.cuda.is_available() and (why := kernel_cache.no_compiler(import_name)):
             return Package(import_name, "broken", version, why)
     return Package(import_name, "ok", version, None)

@@ -73,6 +73,30 @@ def test_ways_of_latent_attention_agree_on_all_pages(tmp_path: Path) -> None:
     assert all(0.0 < row["chunked_against_one_shot"] < 0.01 for row in pages)
 
 
+COLD = """
+import json, argparse, sys
+import cold_start
+tiny = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=64, head_dim=16,
+    num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=1024)
+cold_start.MODELS["qwen3_8b"] |= tiny
+rows = cold_start.bench("qwen3_8b", argparse.Namespace(layers=None, device="cpu", max_batch=2, prompts=1))
+print(json.dumps(next(rows)))
+"""
+
+
+def test_a_cold_start_is_told_part_by_part() -> None:
+    roots = os.pathsep.join(str(ROOT / name) for name in ("src", "models", "server", "benchmarks"))
+    env = os.environ | {"PYTHONPATH": roots}
+    row = json.loads(subprocess.run([sys.executable, "-c", COLD], capture_output=True, env=env, check=True).stdout)
+    assert list(row["parts_s"]) == [
+        "torch imported", "libraries imported", "device opened", "layers built, backends chosen",
+        "weights drawn and packed", "cache and captured steps laid out", "first token",
+    ]  # fmt: skip
+    assert abs(sum(row["parts_s"].values()) - row["import_to_first_token_s"]) < 0.1
+    assert abs(row["built_at_s"] - sum(list(row["parts_s"].values())[:5])) < 0.1
+    assert row["packages_imported_s"].keys() <= {"triton"}
+
+
 def test_a_frozen_heap_is_not_gone_through_between_tokens(tmp_path: Path) -> None:
     out = tmp_path / "pauses.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "pauses.py"), "--objects", "300000", "--ticks", "40"]

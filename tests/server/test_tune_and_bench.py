@@ -13,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from fastlayers import device as device_module
 from fastlayers import env, tuning
 from fastlayers.device import as_device
 from fastlayers.errors import ArgumentError, FastlayersError, UnknownModelError
@@ -319,6 +320,22 @@ def test_random_models_give_finite_logits_of_ordinary_size(name: str) -> None:
 
     tokens = Generator(model, max_batch=1, max_length=64).generate([[1, 2, 3]], max_new_tokens=5, eos_ids=())
     assert len(tokens[0]) == 5
+
+
+def test_what_a_random_model_takes_is_told_in_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said: list[str] = []
+    config = known_models.config_of("Qwen/Qwen3-8B") | SMALL
+    random_model(config, "cpu", layers=1, said=said.append)
+    built = "layers built, backends chosen, packages imported"
+    assert [part.partition(": ")[0] for part in said] == [
+        "code of the model's family", "device opened", built, "weights drawn",
+    ]  # fmt: skip
+    # A package that a choice asks for is imported once, and named where that was.
+    (tmp_path / "played_kernels.py").write_text("import time\ntime.sleep(0.05)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(device_module, "import_seconds", seconds := dict(device_module.import_seconds))
+    assert device_module.package("played_kernels", load=True).reason is None
+    assert 0.04 < seconds["played_kernels"] < 5
 
 
 # ---- doctor and cache ------------------------------------------------------------------------------------------
