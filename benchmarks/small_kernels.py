@@ -61,9 +61,9 @@ class Derived:
 class SglRMSNorm:
     """sgl_kernel's norm; with a residual in place: the sum in the residual, the norm in ``x``. Rounds once."""
 
-    def __init__(self, cfg: RMSNormConfig) -> None:
+    def __init__(self, cfg: RMSNormConfig, pdl: bool = False) -> None:
         package, one_plus = ops(), cfg.rounding == "one_plus"
-        self.eps = cfg.eps
+        self.eps, self.pdl = cfg.eps, pdl
         self.plain = (package.gemma_rmsnorm if one_plus else package.rmsnorm).default
         self.fused = (package.gemma_fused_add_rmsnorm if one_plus else package.fused_add_rmsnorm).default
 
@@ -73,9 +73,9 @@ class SglRMSNorm:
         """Return ``(y, new_residual)``; with a residual these are the inputs."""
         if residual is None:
             y = torch.empty_like(x)
-            self.plain(y, x, weight, self.eps, False)
+            self.plain(y, x, weight, self.eps, self.pdl)
             return y, None
-        self.fused(x, residual, weight, self.eps, False)
+        self.fused(x, residual, weight, self.eps, self.pdl)
         return x, residual
 
 

@@ -128,22 +128,30 @@ def _flashinfer(
     return Backend(name, target, (f"flashinfer{function}",), refuse, ())
 
 
-def _pdl(
-    target: Callable[..., Any], function: str, refuse: Callable[[Any, Device], str | None], name: str = "flashinfer"
-) -> Backend:
-    """Return the row of a kernel that is launched dependently on the one before it."""
+def _on_hopper(refuse: Callable[[Any, Device], str | None]) -> Callable[[Any, Device], str | None]:
+    """Return what else refuses cards before those that launch dependently."""
 
     def refuses(cfg: Any, device: Device) -> str | None:
         old = device.capability is None or device.capability < (9, 0)
         return f"needs sm_90, this is {device.sm}" if old else refuse(cfg, device)
 
-    return _flashinfer(target, function, refuses, f"{name}, PDL")
+    return refuses
+
+
+def _pdl(
+    target: Callable[..., Any], function: str, refuse: Callable[[Any, Device], str | None], name: str = "flashinfer"
+) -> Backend:
+    """Return the row of a kernel that is launched dependently on the one before it."""
+    return _flashinfer(target, function, _on_hopper(refuse), f"{name}, PDL")
 
 
 # Rows that are registered under a package's plain name have another one here.
 PEERS: dict[str, tuple[Backend, ...]] = {
     "rms_norm": (
         _sgl(SglRMSNorm, "fused_add_rmsnorm", _refuse_norm, "sgl_kernel in place"),
+        _sgl(
+            partial(SglRMSNorm, pdl=True), "fused_add_rmsnorm", _on_hopper(_refuse_norm), "sgl_kernel in place, PDL"
+        ),
         _flashinfer(FlashInferRMSNorm, ":fused_add_rmsnorm", _refuse_norm, "flashinfer in place"),
         _pdl(partial(FlashInferRMSNorm, pdl=True), ":fused_add_rmsnorm", _refuse_norm, "flashinfer in place"),
     ),

@@ -108,7 +108,7 @@ def sgl(calls: Calls) -> SimpleNamespace:
 
     def noted(name: str) -> SimpleNamespace:
         def call(*operands: Any) -> None:
-            calls.append(name)
+            calls.append(f"{name}, dependent" if name.endswith("rmsnorm") and operands[-1] is True else name)
             found[name](*operands)
 
         return SimpleNamespace(default=call)
@@ -215,6 +215,7 @@ WORK = [
     ("rms_norm", "D=128,dtype=bfloat16", "flashinfer in place", ["fused_add_rmsnorm"]),
     ("silu_mul", "size=64,dtype=bfloat16", "flashinfer", ["silu_and_mul"]),
     ("rms_norm", "D=128,dtype=bfloat16", "flashinfer in place, PDL", ["fused_add_rmsnorm, dependent"]),
+    ("rms_norm", "D=128,dtype=bfloat16", "sgl_kernel in place, PDL", ["fused_add_rmsnorm, dependent"]),
     ("silu_mul", "size=64,dtype=bfloat16", "flashinfer, PDL", ["silu_and_mul, dependent"]),
     (
         "silu_mul_quant", "size=256,scale_layout=col_tma4", "sgl_kernel (2 launches)",
@@ -315,7 +316,7 @@ def test_absent_packages_and_shapes_that_a_kernel_does_not_take_have_no_peers(
 ) -> None:
     found = {layer: set(bench_of(layer, shape).peers) for layer, shape, _, _ in WORK}
     assert found["router"] == {"sgl_kernel", "flashinfer", "flashinfer, PDL"} and found["rms_norm"] == {
-        "sgl_kernel in place", "flashinfer in place", "flashinfer in place, PDL",
+        "sgl_kernel in place", "sgl_kernel in place, PDL", "flashinfer in place", "flashinfer in place, PDL",
     }  # fmt: skip
     before = {layer: set(small_peers.small_peers(layer, parse_shape(layer, shape), A100)) for layer, shape, *_ in WORK}
     assert not any("PDL" in name for names in before.values() for name in names) and before["rms_norm"]
