@@ -121,10 +121,8 @@ class TorchExecutor:
     graphs : CudaGraphs, optional
         See :class:`fastlayers_models.step.ModelStep`.
     extend_buckets : ExtendBuckets, optional
-    verify_tokens : int
-        Most tokens of a step that verifies drafts; 0: ``verify_each`` of every request.
     verify_each : int
-        Most of them of one request, 0: any.
+        Most tokens of one request in a step that verifies drafts; 0: there are none.
     mtp : int
         The model's own layer, or another model, drafts so many tokens of each depth; 0: neither does.
     draft_model : CausalLM, optional
@@ -144,7 +142,6 @@ class TorchExecutor:
         cuda_graph: bool | str = "auto",
         graphs: CudaGraphs | None = None,
         extend_buckets: ExtendBuckets | None = None,
-        verify_tokens: int = 0,
         verify_each: int = 0,
         mtp: int = 0,
         draft_model: Any = None,
@@ -157,11 +154,11 @@ class TorchExecutor:
         self.caches = spec.allocate(config.num_pages, device)
         pages = -(-config.max_model_len // config.page_size)
         sampler = Sampler(model.config.vocab_size, device=device)
-        verify_tokens = verify_tokens or running * verify_each
-        tokens = max(config.most_tokens, verify_tokens)
+        self.verify_tokens = running * verify_each
+        tokens = max(config.most_tokens, self.verify_tokens)
         if extend_buckets is None:
             most = getattr(model, "captured_tokens", None) or TOKENS[-1]
-            all_sizes = (*DRAFTED, *TOKENS, *BETWEEN) if verify_tokens else (*TOKENS, *BETWEEN)
+            all_sizes = (*DRAFTED, *TOKENS, *BETWEEN) if verify_each else (*TOKENS, *BETWEEN)
             sizes = sorted(size for size in all_sizes if size <= most)
             requests = tuple(sorted({*REQUESTS, *[running] * config.mixed}))
             extend_buckets = ExtendBuckets(tuple(sizes), requests, PADDING, many=REQUESTS[-1])
@@ -173,8 +170,8 @@ class TorchExecutor:
             state = AttentionState(running, most, pages, config.page_size, device)
             return self.step_class(
                 model, self.caches, state, sampler, config.num_pages, cuda_graph=cuda_graph,
-                graphs=graphs, extend_buckets=extend_buckets, verify_tokens=verify_tokens,
-                verify_each=verify_each, keep_hidden=mtp > 0 and draft_model is None,
+                graphs=graphs, extend_buckets=extend_buckets, verify_each=verify_each,
+                keep_hidden=mtp > 0 and draft_model is None,
             )  # fmt: skip
 
         self.decoding = step(running, graphs)
@@ -186,7 +183,7 @@ class TorchExecutor:
         across = getattr(model, "seam", None) or getattr(model, "moves", None)
         late = across.status if across is not None else None
         self._rows_out, self._chunks_out = Outbox(running, device, late), Outbox(running, device, late)
-        self.verify_tokens, self._verify_out = verify_tokens, Outbox(max(1, verify_tokens), device, late)
+        self._verify_out = Outbox(max(1, self.verify_tokens), device, late)
         self._profiler: Any = None
         self.watch: CompileWatch | None = None
         self.start: list[tuple[str, float]] = []  # what the start spent its seconds on, for :meth:`explain`

@@ -72,11 +72,9 @@ class Staging:
 class SlotStep(ModelStep):
     """Steps of requests by slot; one for decode and one for extends share a table and the graphs."""
 
-    def __init__(
-        self, *args: Any, verify_tokens: int = 0, verify_each: int = 0, keep_hidden: bool = False, **options: Any
-    ) -> None:
+    def __init__(self, *args: Any, verify_each: int = 0, keep_hidden: bool = False, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.verify_each = verify_each  # most tokens that a request verifies, 0: any
+        self.verify_each = verify_each  # most tokens that a request verifies, 0: it drafts none
         # Of the last step, where a draft layer reads them: hidden rows of all its tokens.
         self.keep_hidden, self._hidden = keep_hidden, torch.empty(0)
         self._eager_hidden: torch.Tensor | None = None
@@ -92,7 +90,7 @@ class SlotStep(ModelStep):
         # Of each token to verify: its row, how many drafts lead to it, the token before it (its own place, of a known
         # token), its id as a draft, its id; and behind the columns, how many tokens are real.
         # Each column is as long as the step is wide; a bucket may be twice the tokens.
-        self._verify_in, self._width = Staging(5 * 2 * verify_tokens + 1, self.model.device), 0
+        self._verify_in, self._width = Staging(5 * 2 * self.max_batch * verify_each + 1, self.model.device), 0
         # For benchmarks: which drafts count as right (RIGHT) or wrong (-1), whatever is drawn.
         self.scripted: Callable[[Chunk], list[int]] | None = None
 
@@ -299,8 +297,7 @@ class SlotStep(ModelStep):
     @property
     def _doublings(self) -> int:
         """How often a look twice as far back is taken until it reaches the known token from every draft."""
-        drafts = self.verify_each - 1 if self.verify_each else 1 << DOUBLINGS
-        return min(DOUBLINGS, max(0, drafts - 1).bit_length())
+        return min(DOUBLINGS, max(0, self.verify_each - 2).bit_length())
 
     def _verified(self, tokens: int) -> list[torch.Tensor]:
         return [column[:tokens] for column in self._verify_in.device[: 4 * self._width].view(4, -1)]

@@ -70,7 +70,7 @@ class Bench:
 
     def __init__(
         self, model: Any, *, num_pages: int = 80, overlap: bool = False, captured: bool = False, drafts: Any = None,
-        verify_tokens: int = 0, verify_each: int = 0, mtp: int = 0, rejection: bool = False, draft_model: Any = None,
+        verify_each: int = 0, mtp: int = 0, rejection: bool = False, draft_model: Any = None,
         grammars: Any = None, own_buckets: bool = False, **limits: Any,
     ) -> None:  # fmt: skip
         options = dict(max_running=6, max_batched_tokens=48, max_extend_requests=4, prefix_cache=True) | limits
@@ -83,7 +83,6 @@ class Bench:
             self.config,
             graphs=graphs,
             extend_buckets=buckets,
-            verify_tokens=verify_tokens,
             verify_each=verify_each,
             mtp=mtp,
             rejection=rejection,

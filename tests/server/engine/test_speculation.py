@@ -64,7 +64,7 @@ def test_every_step_that_verifies_is_captured_in_little_padding(model: Any, coun
     texts = {tuple(row): text for row, text in zip(rows, plain(model, rows, 12), strict=True)}
     for k in (1, 3):
         bench = Bench(
-            model, captured=True, own_buckets=True, overlap=True, drafts=Told(texts, k), verify_tokens=24,
+            model, captured=True, own_buckets=True, overlap=True, drafts=Told(texts, k), verify_each=4,
             max_extend_requests=6, max_batched_tokens=32, prefix_cache=False,
         )  # fmt: skip
         assert bench.generate(rows, 12) == list(texts.values())
@@ -83,7 +83,7 @@ def test_tokens_are_those_without_drafts(model: Any, captured: bool, wrong_every
     ways = [Sampling(0.9, 30, 0.95, seed=9 + i) if i % 2 else Sampling(0.0) for i in range(5)]
     wanted = plain(model, rows, new, [SamplingParams(w.temperature, w.top_k, w.top_p, seed=w.seed) for w in ways])
     drafts = Told({tuple(r): w for r, w in zip(rows, wanted, strict=True)}, 3, wrong_every)
-    bench = Bench(model, captured=captured, overlap=captured, drafts=drafts, verify_tokens=32)
+    bench = Bench(model, captured=captured, overlap=captured, drafts=drafts, verify_each=4)
     assert bench.generate(rows, new, ways) == wanted
     assert drafts.steps["verified"] > 0
     plain_ticks = Bench(model)
@@ -106,7 +106,7 @@ def test_tokens_are_those_without_drafts_where_only_some_ticks_draft() -> None:
             return running > 0 and bench.scheduler.ticks % 3 == 0
 
     drafts = Seldom({tuple(r): w for r, w in zip(rows, wanted, strict=True)}, 3, 2)
-    bench = Bench(model, captured=True, overlap=True, drafts=drafts, verify_tokens=32)
+    bench = Bench(model, captured=True, overlap=True, drafts=drafts, verify_each=4)
     assert bench.generate(rows, new) == wanted
     assert drafts.steps["verified"] > 0 and bench.scheduler.cache.private == 0
 
@@ -133,7 +133,7 @@ def test_a_tree_gives_the_same_tokens(name: str, page_size: int, wrong_every: in
     wanted = plain(model, rows, new, [SamplingParams(w.temperature, w.top_k, w.top_p, seed=w.seed) for w in ways])
     drafts = Trees({tuple(r): w for r, w in zip(rows, wanted, strict=True)}, 3, wrong_every)
     bench = Bench(
-        model, captured=captured, overlap=captured, own_buckets=True, drafts=drafts, verify_tokens=64,
+        model, captured=captured, overlap=captured, own_buckets=True, drafts=drafts, verify_each=10,
         num_pages=80 * 16 // page_size, max_batched_tokens=64,
     )  # fmt: skip
     if captured:
@@ -163,8 +163,7 @@ def test_a_tree_gives_the_same_tokens_through_the_kernels(
     texts = {tuple(r): w for r, w in zip(rows, wanted, strict=True)}
     for captured in (False, True)[: 1 + (layer == "gqa")]:
         bench = Bench(
-            model, captured=captured, drafts=Trees(texts, 3), verify_tokens=32, max_batched_tokens=48, max_running=2,
-            verify_each=10,
+            model, captured=captured, drafts=Trees(texts, 3), verify_each=10, max_batched_tokens=48, max_running=2,
         )  # fmt: skip
         if captured:
             keys = [StepKey("extend", t, r, TREE) for t in (16, 32) for r in (1, 2)]
@@ -191,7 +190,7 @@ def test_acceptance_can_be_scripted_for_benchmarks(model: Any, captured: bool) -
         def draft(self, request: Request, limit: int) -> list[int]:
             return [7] * min(self.k, limit)
 
-    bench = Bench(model, captured=captured, drafts=Anything({}, k), verify_tokens=32)
+    bench = Bench(model, captured=captured, drafts=Anything({}, k), verify_each=4)
     bench.executor.extending.scripted = scripted
     told = bench.generate(prompts(3, 30), new)
     assert [len(ids) for ids in told] == [new] * 3
@@ -208,7 +207,7 @@ def test_requests_with_wishes_are_not_drafted_for(model: Any) -> None:
     rows = prompts(2)
     wanted = plain(model, rows, 8)
     drafts = Told({tuple(r): w for r, w in zip(rows, wanted, strict=True)}, 3)
-    bench = Bench(model, drafts=drafts, verify_tokens=32)
+    bench = Bench(model, drafts=drafts, verify_each=4)
     rid = bench.submit(rows[0], 8, logprobs=1)
     other = bench.submit(rows[1], 8)
     bench.run()
@@ -231,7 +230,7 @@ def test_a_repetitive_prompt_takes_fewer_steps() -> None:
     wanted = plain(model, [row], 60)
     metrics = Metrics()
     speculation = Speculation(Lookups(), 4, metrics)
-    bench = Bench(model, drafts=speculation, verify_tokens=40)
+    bench = Bench(model, drafts=speculation, verify_each=5)
     assert bench.generate([row], 60) == wanted
     if len(set(wanted[0][-20:])) <= 6:  # the model does repeat itself
         assert bench.scheduler.ticks < 50
@@ -281,7 +280,7 @@ def test_the_models_own_draft_layer(captured: bool, k: int) -> None:
     rows = chats(3)
     wanted = plain(model, rows, new)
     bench = Bench(
-        model, captured=captured, overlap=captured, verify_tokens=32, mtp=1, drop_last_block=True,
+        model, captured=captured, overlap=captured, verify_each=k + 1, mtp=1, drop_last_block=True,
         drafts=lambda executor, metrics: Always(executor.mtp, k, metrics),
     )  # fmt: skip
     for turn in range(2):  # the second time, prompts are found in the cache
@@ -310,7 +309,7 @@ def test_a_tree_of_the_draft_layer_takes_fewer_steps_than_a_chain(captured: bool
     likeliest, steps = plain(model, rows, new), {}
     for topk in (1, 3):
         bench = Bench(
-            model, captured=captured, overlap=captured, own_buckets=True, verify_tokens=40, verify_each=topk * k + 1,
+            model, captured=captured, overlap=captured, own_buckets=True, verify_each=topk * k + 1,
             mtp=topk, drop_last_block=True, prefix_cache=False, max_batched_tokens=64,
             drafts=lambda executor, metrics: Always(executor.mtp, k, metrics),
         )  # fmt: skip
@@ -339,7 +338,7 @@ def test_another_model_drafts(topk: int, same: bool) -> None:
             if hasattr(module, "finalize"):
                 module.finalize()
     bench = Bench(
-        model, verify_tokens=64, mtp=topk, draft_model=drafter, num_pages=24, max_running=3,
+        model, verify_each=topk * k + 1, mtp=topk, draft_model=drafter, num_pages=24, max_running=3,
         drafts=lambda executor, metrics: Always(executor.mtp, k, metrics),
     )  # fmt: skip
     wanted = plain(model, rows, new)
@@ -384,7 +383,7 @@ def test_a_draft_layer_that_rests_is_not_asked_for_those_who_ran() -> None:
             return self.k > 0
 
     bench = Bench(
-        model, verify_tokens=32, mtp=1, drop_last_block=True, num_pages=30, max_running=3,
+        model, verify_each=3, mtp=1, drop_last_block=True, num_pages=30, max_running=3,
         drafts=lambda executor, metrics: Sometimes(executor.mtp, 2, metrics),
     )  # fmt: skip
     assert bench.generate(rows, 40) == wanted
@@ -408,7 +407,7 @@ def test_hidden_rows_of_drafts_that_did_not_count_make_room_for_those_that_do() 
 
 def test_a_draft_layer_keeps_no_more_hidden_rows_than_it_computes_at_once() -> None:
     model, rows = make_model("deepseek"), prompts(6)
-    bench = Bench(model, verify_tokens=32, mtp=1, drop_last_block=True, max_running=2)
+    bench = Bench(model, verify_each=3, mtp=1, drop_last_block=True, max_running=2)
 
     class Never(Always):
         def wanted(self, running: int) -> bool:

@@ -45,7 +45,7 @@ def chi_square(counts: torch.Tensor, p: torch.Tensor) -> float:
     return (statistic - free) / (2 * free) ** 0.5
 
 
-def verifier(rows: int, each: int = 0, device: str = "cpu", sampler: Any = None) -> Any:
+def verifier(rows: int, each: int = K + 1, device: str = "cpu", sampler: Any = None) -> Any:
     """Return a step with a table and a sampler, and logits instead of a model."""
     step = SlotStep.__new__(SlotStep)
     step.verify_each, step.scripted = each, None
@@ -141,7 +141,7 @@ def test_a_tree_is_walked_and_its_path_moved_together(forest: list[tuple[list[in
             wrong = data.draw(st.integers(0, 5)) == 0 or not behind
             drawn.append(data.draw(st.integers(0, VOCAB - 1) if wrong else st.sampled_from(behind)))
     rows = len(forest)
-    step = verifier(rows)
+    step = verifier(rows, 9)
     chunks, slots = [], []
     for row, (parents, ids) in enumerate(forest):
         request = SimpleNamespace(slot=row + 1)
@@ -215,7 +215,7 @@ def test_the_draft_layers_tokens_by_rejection(captured: bool) -> None:
         bench = Bench(
             model, captured=captured, max_running=batch, num_pages=700, drop_last_block=True,
             max_batched_tokens=512, max_extend_requests=16,  # hundreds of prompts in few steps
-            verify_tokens=160 * drafts, mtp=int(drafts), rejection=drafts,
+            verify_each=3 * drafts, mtp=int(drafts), rejection=drafts,
             drafts=(lambda executor, metrics: Every(executor.mtp, 2, metrics)) if drafts else None,
         )  # fmt: skip
         told = bench.generate(
@@ -302,7 +302,7 @@ class Told:
 
 
 def drawn_forest(turn: int) -> tuple[list[Chunk], int, list[int]]:
-    """Return chunks to verify, most tokens of each (0: trees), and what is drawn at each token: mostly a draft."""
+    """Return chunks to verify, most tokens of each, and what is drawn at each token: mostly a draft."""
     dice, trees = random.Random(turn), turn % 2 == 1
     most = 9 if trees else 1 + turn % 9
     chunks: list[Chunk] = []
@@ -319,7 +319,7 @@ def drawn_forest(turn: int) -> tuple[list[Chunk], int, list[int]]:
         request = SimpleNamespace(slot=slot)
         chunks.append(Chunk(request, 3, ids, len(ids), parents if trees else ()))  # type: ignore[arg-type]
         drawn += here
-    return chunks, 0 if trees else most, drawn
+    return chunks, most, drawn
 
 
 def verified(backend: str, turn: int, device: str, captured: bool) -> tuple[torch.Tensor, torch.Tensor]:
