@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,16 @@ class Told:
         """Nothing."""
 
 
+made = lru_cache(maxsize=1)(make_model)  # neighbours ask the same model the same
+
+
+@lru_cache(maxsize=1)
+def answers(model: Any, count: int, new: int) -> list[list[int]]:
+    """Return what the plain loop says to so many prompts, every other one drawn."""
+    drawn = [SamplingParams(0.9, 30, 0.95, seed=9 + i) if i % 2 else SamplingParams(0.0) for i in range(count)]
+    return plain(model, prompts(count), new, drawn)
+
+
 @pytest.fixture(scope="module", params=["deepseek", "qwen", "gpt_oss"])
 def model(request: pytest.FixtureRequest) -> Any:
     return make_model(request.param)
@@ -81,7 +92,7 @@ def test_every_step_that_verifies_is_captured_in_little_padding(model: Any, coun
 def test_tokens_are_those_without_drafts(model: Any, captured: bool, wrong_every: int) -> None:
     rows, new = prompts(5), 12
     ways = [Sampling(0.9, 30, 0.95, seed=9 + i) if i % 2 else Sampling(0.0) for i in range(5)]
-    wanted = plain(model, rows, new, [SamplingParams(w.temperature, w.top_k, w.top_p, seed=w.seed) for w in ways])
+    wanted = answers(model, 5, new)
     drafts = Told({tuple(r): w for r, w in zip(rows, wanted, strict=True)}, 3, wrong_every)
     bench = Bench(model, captured=captured, overlap=captured, drafts=drafts, verify_each=4)
     assert bench.generate(rows, new, ways) == wanted
@@ -128,9 +139,9 @@ class Trees(Told):
 )
 @pytest.mark.parametrize(("name", "page_size"), [("deepseek", 16), ("qwen", 1), ("gpt_oss", 16)])
 def test_a_tree_gives_the_same_tokens(name: str, page_size: int, wrong_every: int, captured: bool) -> None:
-    model, rows, new = make_model(name, page_size), prompts(4), 16
+    model, rows, new = made(name, page_size), prompts(4), 16
     ways = [Sampling(0.9, 30, 0.95, seed=9 + i) if i % 2 else Sampling(0.0) for i in range(4)]
-    wanted = plain(model, rows, new, [SamplingParams(w.temperature, w.top_k, w.top_p, seed=w.seed) for w in ways])
+    wanted = answers(model, 4, new)
     drafts = Trees({tuple(r): w for r, w in zip(rows, wanted, strict=True)}, 3, wrong_every)
     bench = Bench(
         model, captured=captured, overlap=captured, own_buckets=True, drafts=drafts, verify_each=10,
