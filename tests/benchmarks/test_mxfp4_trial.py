@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 from fastlayers import env
-from fastlayers.moe.fused_moe.swizzle import swizzle_codes, swizzle_scales
+from fastlayers.moe.fused_moe.swizzle import SwizzledWeights, swizzle_codes, swizzle_scales
 from fastlayers.quant.mxfp4.codes import dequantize_mxfp4
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from trials import mxfp4_experts as trial
 from trials import mxfp4_wgmma
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "compile"))
+from recorded import recording
 
 MASK = 0xFFFFFFFF
 
@@ -113,6 +121,34 @@ print(json.dumps({"candidate": name, "tokens": 32, "right": True}))
     assert rows["ring 3x4"]["failed"] == "not ready after 5 s"
 
 
+def test_only_what_is_right_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(sys, "argv", ["mxfp4_experts.py", "--out", str(out), "--only", "ring 2x4", "wgmma 2x4"])
+    with pytest.raises(SystemExit) as said:
+        trial.main()
+    assert said.value.code == 2 and not out.exists()
+    rows = [
+        {"candidate": "ring 2x4", "tokens": 32, "right": True},
+        {"candidate": "ring 2x4", "tokens": 64, "right": False},
+    ]
+    rows.append({"candidate": "wgmma 2x4", "right": False, "failed": "exit 1: no word"})
+    asked: list[Any] = []
+
+    def timed(right: dict[str, set[int]], rounds: int) -> list[dict[str, Any]]:
+        asked.append(right)
+        return [{"tokens": 32, "name": "ring 2x4", "us": 1.0}]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(trial, "describe_run", lambda device: {"device": str(device)})
+    monkeypatch.setattr(trial, "checked", lambda names, seconds: rows if names == ["ring 2x4", "wgmma 2x4"] else [])
+    monkeypatch.setattr(trial, "timed", timed)
+    trial.main()
+    assert asked == [{"ring 2x4": {32}}]
+    first, *others = [json.loads(line) for line in out.read_text().splitlines()]
+    assert first["shape"] == trial.GPT_OSS.tuning_key() and others[:3] == rows
+    assert others[-2] == {"tokens": 32, "name": "ring 2x4", "us": 1.0}
+
+
 def test_blocks_follow_the_tokens() -> None:
     ring = trial.CANDIDATES["ring 2x4"]
     assert [ring.block_for(tokens) for tokens in (1, 32, 33, 64, 128, 129, 256)] == [8, 8, 16, 16, 32, 32, 32]
@@ -138,3 +174,52 @@ def test_candidates_fit(name: str, block: int, second: bool) -> None:
     sizes = re.findall(r"cp\.async\.c[ag]\.shared\.global .*, (0x\w+), ", before)
     assert wait and "st.global" not in before
     assert [int(size, 16) for size in sizes].count(16) == how.tiles * (how.stages - 1)
+
+
+class NoDriver:
+    """Stands for a GPU of sm_90 where only compiling asks for one."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(env.triton_interpret(), reason="Triton interprets, not compiles")
+@pytest.mark.parametrize("name", ["wgmma 1x8", "wgmma 2x4 direct", "ring 1x8"])
+def test_launches_bind(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: dict[str, tuple[Any, ...]] = {}
+    through_triton = JITFunction.run
+
+    def run_only_compiles(self: Any, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
+        made = through_triton(self, *arguments, grid=grid, warmup=True, **constants)
+        options = made.metadata
+        launched[self.__name__] = (grid, options.num_warps, options.maxnreg, options.launch_pdl)
+        return made
+
+    monkeypatch.setattr(JITFunction, "run", run_only_compiles)
+    # As packed: 32 experts, rows by 64 (scales: 256), columns by 128 (64).
+    codes = [torch.empty(32, rows, 5888, dtype=torch.uint8).mT for rows in (1440, 720)]
+    scales = [torch.empty(32, rows, 2880, dtype=torch.uint8).mT for rows in (184, 96)]
+    packed = SwizzledWeights(*codes, *scales, torch.empty(32, 5760), torch.empty(32, 2880))
+    x, weights = torch.empty(128, 2880, dtype=torch.bfloat16), torch.empty(128, 4)
+    how = trial.CANDIDATES[name]
+    monkeypatch.setattr(driver, "_active", NoDriver())
+    with recording() as others:
+        y = trial.TrialExperts(trial.GPT_OSS, how)(x, weights, torch.zeros(128, 4, dtype=torch.int32), packed)
+    assert y.shape == x.shape
+    # 32 blocks that 32 experts open, and 15 that 480 further pairs may fill.
+    height = 16 * how.tiles * how.warps
+    options = (how.warps, how.registers, True)
+    wanted = {f"{how.kind}_gate_up_kernel": ((47 * -(-5760 // height),), *options)}
+    wanted |= {f"{how.kind}_down_kernel": ((47 * -(-2880 // height),), *options)}
+    if how.kind == "wgmma" and not how.direct:
+        wanted |= {"slots_kernel": ((47 * 32,), 4, None, True)}
+    assert launched == wanted
+    names = {build.kernel.__name__ for build in others.builds.values()}
+    assert {"_few_kernel", "reduce_kernel"} <= names and ("gather_kernel" in names) == (how.kind == "ring")
