@@ -9,10 +9,12 @@ are replaced: what is frozen here counts as nothing, as it would without this mo
 from __future__ import annotations
 
 import gc
+import sys
 
 _freeze, _unfreeze, _count = gc.freeze, gc.unfreeze, gc.get_freeze_count
 # Objects that set off a walk through the youngest: Python's 700 are a single call of a compiler.
 THRESHOLDS = 10_000, 10, 20
+MODULES = 200  # that came since: so many hold tens of thousands of objects
 
 
 class SuiteHeap:
@@ -25,7 +27,7 @@ class SuiteHeap:
     """
 
     def __init__(self) -> None:
-        self.frozen_by_others, self._ours = 0, False
+        self.frozen_by_others, self._ours, self._modules = 0, False, 0
 
     def begin(self) -> None:
         """Freeze the suite, which is collected, and watch over others from now on."""
@@ -34,11 +36,12 @@ class SuiteHeap:
         self.keep()
 
     def keep(self) -> None:
-        """Between two tests: freeze what somebody thawed, less what is young and dead."""
-        if not self._ours and not self.frozen_by_others:
+        """Between two tests: freeze what somebody thawed or imported (a compiler, say), less what is young and dead."""
+        grown = len(sys.modules) > self._modules + MODULES
+        if not self.frozen_by_others and (grown or not self._ours):
             gc.collect(1)
             _freeze()
-            self._ours = True
+            self._ours, self._modules = True, len(sys.modules)
 
     def freeze(self) -> None:
         self.frozen_by_others += 1
