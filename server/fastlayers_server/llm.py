@@ -10,9 +10,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from operator import index
 from typing import Any, Literal
 
 from fastlayers_server.engine.config import EngineConfig
@@ -70,6 +71,16 @@ class Params:
     ignore_eos: bool = False
     logprobs: int = -1
 
+    def __post_init__(self) -> None:
+        """Refuse what the engine never sees: it checks the rest, request by request."""
+        if not isinstance(self.n, int) or self.n < 1:
+            raise ValueError(f"Params: n is {self.n!r}; accepted: an integer of 1 or more")
+        if not isinstance(self.seed, int):
+            raise ValueError(f"Params: seed is {self.seed!r}; accepted: an integer")
+        strings = [self.stop] if isinstance(self.stop, str) else self.stop
+        if not isinstance(strings, Sequence) or not all(isinstance(stop, str) and stop for stop in strings):
+            raise ValueError(f"Params: stop is {self.stop!r}; accepted: a string that is not empty, or several")
+
 
 @dataclass
 class Answer:
@@ -124,7 +135,7 @@ class LLM:
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
         self._news: deque[FromEngine] = deque()
         self._turn, self._whose = threading.Lock(), 0  # thread that is served
-        self._rid, self._metrics = 0, Metrics(model)
+        self._rid, self._metrics, self._closed = 0, Metrics(model), False
         self.info = self.engine.begin(self._news.append)
 
     def generate(
@@ -135,15 +146,18 @@ class LLM:
         Raises
         ------
         ValueError
-            The engine refused a request; the others have ended too.
+            An argument is of no use, or the engine refused a request; the others have ended too.
         RuntimeError
-            A stream of this thread is still open.
+            A stream of this thread is still open, or this is closed.
         """
-        given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
-        ids = [self._ids(prompt) for prompt in given]
+        if not isinstance(prompts, Iterable):
+            raise ValueError(f"LLM.generate: prompts is {prompts!r}; accepted: a text, texts, or rows of token ids")
+        ids = [self._ids(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
         ways = list(params) if isinstance(params, Sequence) else [params or Params()] * len(ids)
         if len(ways) != len(ids):
             raise ValueError(f"params: {len(ways)} entries for {len(ids)} prompts; accepted: one, or one a prompt")
+        if wrong := [way for way in ways if not isinstance(way, Params)]:
+            raise ValueError(f"LLM.generate: params is {wrong[0]!r}; accepted: Params, or one a prompt")
         completions = [Completion(prompt, [Answer() for _ in range(w.n)]) for prompt, w in zip(ids, ways, strict=True)]
         for _ in self._run(completions, ways):
             pass
@@ -165,7 +179,12 @@ class LLM:
             yield completion.outputs[0]
 
     def _ids(self, prompt: str | Sequence[int]) -> list[int]:
-        return self.tokens.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self.tokens.encode(prompt)
+        try:
+            return [index(token) for token in prompt]
+        except TypeError:
+            raise ValueError(f"LLM: a prompt is {prompt!r}; accepted: a text, or a row of token ids") from None
 
     def _run(self, completions: Sequence[Completion], ways: Sequence[Params]) -> Iterator[None]:
         """Fill in the answers; yields after every tick that told something."""
@@ -175,10 +194,10 @@ class LLM:
             for completion, way in zip(completions, ways, strict=True):
                 job = Job("", self, self._metrics, time.monotonic(), 0)
                 first = 0
-                for index, answer in enumerate(completion.outputs):
+                for sibling, answer in enumerate(completion.outputs):
                     self._rid += 1
                     rows[self._rid] = self._row(job, self._rid, completion, way), answer, completion
-                    asked.append(_submit(self._rid, completion.prompt_token_ids, way, index, first))
+                    asked.append(_submit(self._rid, completion.prompt_token_ids, way, sibling, first))
                     first = first or self._rid
             for submit in asked:  # now that none of them is wrong
                 self.engine.post(submit)
@@ -216,6 +235,8 @@ class LLM:
             accepted = "to read it to its end, or to close it, before anything else is asked"
             raise RuntimeError(f"LLM: a stream of this thread is still open; accepted: {accepted}")
         with self._turn:
+            if self._closed:
+                raise RuntimeError("LLM: it is closed; accepted: another LLM")
             self._whose = threading.get_ident()
             try:
                 yield
@@ -238,18 +259,32 @@ class LLM:
         return found
 
     def chat(self, messages: Sequence[Mapping[str, Any]], params: Params | None = None) -> Completion:
-        """Return the answer to a conversation, by the model's own template."""
+        """Return the answer to a conversation, by the model's own template.
+
+        Raises
+        ------
+        ValueError
+            The messages are none, or the engine refused the request.
+        """
+        roles = ("system", "developer", "user", "assistant", "tool")
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+            raise ValueError(f"LLM.chat: messages is {messages!r}; accepted: a list of messages")
+        for message in messages:
+            if not isinstance(message, Mapping) or message.get("role") not in roles:
+                accepted = f"a mapping with a role of {', '.join(roles)}"
+                raise ValueError(f"LLM.chat: a message is {message!r}; accepted: {accepted}")
         prompt = self.tokens.render(messages, None, {"add_generation_prompt": True})
         return self.generate([self.tokens.encode(prompt, False)], params)[0]
 
     def close(self) -> None:
-        """End the engine; what runs ends with an error."""
+        """End the engine; what runs ends with an error, and nothing is taken any more."""
+        self._closed = True
         self.engine.close()
 
 
-def _submit(rid: int, prompt: Sequence[int], params: Params, index: int, group: int) -> Submit:
+def _submit(rid: int, prompt: Sequence[int], params: Params, sibling: int, group: int) -> Submit:
     sampling = Sampling(
-        params.temperature, params.top_k, params.top_p, params.min_p, sibling_seed(params.seed, index),
+        params.temperature, params.top_k, params.top_p, params.min_p, sibling_seed(params.seed, sibling),
         params.frequency_penalty, params.presence_penalty, params.repetition_penalty, tuple(params.logit_bias.items()),
     )  # fmt: skip
     return Submit(

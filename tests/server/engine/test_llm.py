@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,19 @@ def test_what_is_wrong_is_said(llm: LLM) -> None:
         LLM("tiny", EngineConfig(device="cpu", num_pages=3))
 
 
+@pytest.mark.parametrize("ask", [
+    lambda llm: llm.generate(5), lambda llm: llm.generate(None), lambda llm: llm.generate([5, 6]),
+    lambda llm: llm.generate([["a"]]), lambda llm: llm.generate("a", {"max_tokens": 2}),
+    lambda llm: next(llm.stream(5)), lambda llm: llm.chat("hi"), lambda llm: llm.chat(["hi"]),
+    lambda llm: llm.chat([[{"role": "user", "content": "hi"}]]), lambda llm: llm.chat([{"role": "x", "content": "hi"}]),
+    lambda llm: Params(n=0), lambda llm: Params(n="2"), lambda llm: Params(seed="a"), lambda llm: Params(stop=5),
+    lambda llm: Params(stop=[""]), lambda llm: Params(stop=""),
+])  # fmt: skip
+def test_an_argument_of_no_use_is_refused_with_what_is_accepted(llm: LLM, ask: Callable[[LLM], object]) -> None:
+    with pytest.raises(ValueError, match=r" is .*; accepted: "):
+        ask(llm)
+
+
 def test_a_stream_grows_and_may_be_left(llm: LLM) -> None:
     way = Params(temperature=0.0, max_tokens=20, ignore_eos=True)
     whole = llm.generate(PROMPTS[0], way)[0].outputs[0]
@@ -110,6 +123,8 @@ def test_what_the_guide_shows_runs(capsys: pytest.CaptureFixture[str]) -> None:
     exec(guide.split("### From Python")[1].split("```python\n")[1].split("```")[0], names)
     assert gc.get_freeze_count() > 10_000, "the collector walks through the model"
     names["llm"].close()
+    with pytest.raises(RuntimeError, match="it is closed"):
+        names["llm"].generate("Once")
     assert gc.get_freeze_count() < 10_000, "what is left of it would never be collected"
     assert len(capsys.readouterr().out.splitlines()) > 2  # both answers, and a third as it grows
 
