@@ -86,7 +86,7 @@ def of_validation(error: ValidationError, body: Any) -> ApiError:
     first = max(found, key=lambda f: (not f["type"].endswith("_type"), len(f["loc"])))
     if found[0]["type"] == "extra_forbidden":
         first = found[0]
-    param = ".".join(_place(first["loc"], body, first["type"] == "missing")) or None
+    param = ".".join(_place(first["loc"], body, first["type"] == "missing"))[:200] or None  # names are the client's
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"unknown parameter {param!r}: it is not served, and nothing is ignored", "unknown_parameter", param)  # fmt: skip  # noqa: E501
     given = "" if first["type"] == "missing" else f"; given: {_short(first['input'])}"

@@ -61,7 +61,7 @@ class Front:
         """Raise 404 for a name that is not served."""
         if name is not None and name not in self.config.served_model_name:
             served = ", ".join(map(repr, self.config.served_model_name))
-            raise ApiError(404, f"model {name!r} is not served; served: {served}", "model_not_found", "model")
+            raise ApiError(404, f"model {name[:200]!r} is not served; served: {served}", "model_not_found", "model")
 
     async def encode(self, text: str, add_special_tokens: bool, info: EngineInfo) -> list[int]:
         """Return a prompt's ids; a text that cannot fit is refused before it is encoded."""

@@ -323,6 +323,12 @@ def test_a_fault_of_ours_is_a_500_without_a_trace(monkeypatch: pytest.MonkeyPatc
         assert server.post("/v1/completions", {"model": "tiny", "prompt": "a", "max_tokens": 1}).status_code == 200
 
 
+@pytest.mark.parametrize("fields", [{"x" * 100_000: 1}, {"model": "x" * 100_000}, {"max_tokens": "x" * 100_000}])
+def test_an_error_does_not_repeat_what_is_long(server: Server, fields: dict[str, Any]) -> None:
+    response = server.post("/v1/chat/completions", {"model": "tiny", "messages": USER} | fields)
+    assert response.status_code in (400, 404) and len(response.text) < 1000
+
+
 def test_lenient_fields_are_counted_and_not_labelled_by_clients() -> None:
     with serving(lenient_fields=True) as server:
         body = {"model": "tiny", "prompt": "a", "max_tokens": 1, "wild_idea": 1}
