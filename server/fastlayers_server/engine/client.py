@@ -49,6 +49,7 @@ RESTARTS, RESTART_SECONDS = 3, 600.0  # more deaths than so many in so long are 
 FOLDER = "fastlayers-engine-"
 PAUSE = 5.0  # seconds until a process that could not be started is tried again: who holds all files may let go
 SILENCE = 60.0  # a process that sends nothing for so long is hung, whatever it does
+LEAST_SILENCE = 5.0  # of one that serves: it sends something once a second, on hosts that stand for a while, too
 
 
 def command_of(config: EngineConfig) -> list[str]:
@@ -243,8 +244,8 @@ class EngineClient:
                 if news.poll(100):
                     heard = time.monotonic()
                     self._hear(from_engine.decode(news.recv()), out)
-                elif time.monotonic() - heard > SILENCE:
-                    self._kill(f"the engine said nothing for {SILENCE:g} s")
+                elif time.monotonic() - heard > (silence := self._silence()):
+                    self._kill(f"the engine said nothing for {silence:g} s")
                 if self._stop_by is not None and time.monotonic() > self._stop_by:
                     self._kill("the engine did not end in time")
                 elif self._stop_by is not None and self._child is not None and self._out is None and not self._live:
@@ -257,6 +258,12 @@ class EngineClient:
             news.close(linger=0)
             if self._out is not out:
                 out.close(linger=0)
+
+    def _silence(self) -> float:
+        """Return the seconds after which silence means that it is hung: what stands cannot say so itself."""
+        if self.phase in ("serving", "draining"):
+            return min(SILENCE, max(LEAST_SILENCE, self.config.watchdog_timeout))
+        return SILENCE
 
     def _started(self) -> subprocess.Popen[bytes] | ChildThread:
         if self._make is not None:

@@ -69,7 +69,8 @@ class Link:
         self._next_turn: asyncio.Handle | None = None
         self._answers: dict[int, asyncio.Future[Reply | Stats]] = {}
         self.grammar_keys: set[str] = set()
-        self._beat: tuple[float, Beat] | None = None
+        # When the engine was heard last, and what it said of its tick.
+        self._beat: tuple[float, float] | None = None
         self._nonfinite: list[float] = []
         self._begun, self._restarted = False, False
         self.started = asyncio.Event()
@@ -164,12 +165,12 @@ class Link:
         if self.phase not in ("serving", "draining"):
             return ""
         if self._beat is not None:
-            at, beat = self._beat
+            at, tick_age = self._beat
             age = time.monotonic() - at
             if age > BEAT_SECONDS:
                 return f"no sign of life from the engine for {age:.1f} s"
-            if beat.tick_age + age > self.watchdog and beat.tick_age > 0:
-                return f"the engine's tick runs for {beat.tick_age + age:.1f} s"
+            if tick_age + age > self.watchdog and tick_age > 0:
+                return f"the engine's tick runs for {tick_age + age:.1f} s"
         recent = [t for t in self._nonfinite if time.monotonic() - t < 60]
         if len(recent) >= 3:
             return f"degraded: {len(recent)} requests within a minute ended with logits that are not finite"
@@ -188,9 +189,9 @@ class Link:
             if answer is not None and not answer.done():
                 answer.set_result(message)
         elif isinstance(message, Beat):
-            self._beat = (time.monotonic(), message)
+            self._beat = (time.monotonic(), message.tick_age)
         elif isinstance(message, EngineInfo):
-            self.info, self._beat, self.was_ready = message, None, True
+            self.info, self._beat, self.was_ready = message, (time.monotonic(), 0.0), True
             self.grammar_keys.clear()
             self.started.set()
         elif isinstance(message, Forgotten):

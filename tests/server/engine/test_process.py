@@ -104,6 +104,20 @@ def test_a_hung_step_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
     front.engine.shutdown()
 
 
+def test_a_process_that_stands_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot say that its step takes long; while it serves, nobody waits longer for it than for such a step."""
+    monkeypatch.setattr(client, "LEAST_SILENCE", 2.0)
+    front = Front(watchdog_timeout=1.0)
+    front.until(p.EngineInfo)
+    os.kill(front.engine.pid, signal.SIGSTOP)
+    died = front.until(p.Died)
+    assert died.restarting and died.reason == "the engine said nothing for 2 s"
+    front.until(p.EngineInfo)
+    front.submit(1, 4)
+    assert front.end_of(1).finish == "length"
+    front.engine.shutdown()
+
+
 def test_a_hung_step_of_a_thread_says_where(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody can end a thread; it says once a step what it does, and goes on if it can."""
     monkeypatch.setattr(child, "BEAT_SECONDS", 0.05)

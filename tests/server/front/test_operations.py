@@ -25,6 +25,7 @@ from fastlayers_server.engine.protocol import (
     StepOut,
     Submit,
 )
+from fastlayers_server.front import link as link_module
 from fastlayers_server.front.app import ADMIN
 from fastlayers_server.front.gate import Gate
 from fastlayers_server.front.metrics import ALIASES
@@ -150,9 +151,12 @@ def test_health_tells_a_hung_step_a_silent_engine_and_bad_logits(monkeypatch: py
             return str(response.json()["reason"])
 
         assert reason() == ""
-        link._beat = (time.monotonic(), Beat(1, "serving", 5, 4.0))
+        with monkeypatch.context() as no_patience:
+            no_patience.setattr(link_module, "BEAT_SECONDS", -1.0)
+            assert "no sign of life" in reason(), "of an engine that said nothing but that it is there"
+        engine._deliver_to(Beat(1, "serving", 5, 4.0))
         assert "tick runs for 4" in reason()
-        link._beat = (time.monotonic() - 6.0, Beat(1, "serving", 5, 0.0))
+        link._beat = (time.monotonic() - 6.0, 0.0)
         assert "no sign of life" in reason()
         link._beat = None
         for _ in range(3):
