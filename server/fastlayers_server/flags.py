@@ -33,7 +33,8 @@ def spellings(field: Any) -> tuple[str, ...]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
-        raise ArgumentError(self.prog, "the command line", message, f"what '{self.prog} --help' lists")
+        given = f"not understood ({message})"
+        raise ArgumentError(self.prog, "the command line", given, f"what '{self.prog} --help' lists")
 
 
 def parser_of(kind: type, prog: str, description: str, positional: str = "") -> argparse.ArgumentParser:

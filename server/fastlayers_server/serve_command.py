@@ -191,7 +191,9 @@ def _run(config: ServeConfig, folder: Path, begin: float, leaving: _Leaving) -> 
         listening = bound(config.host, config.port)
     except (OSError, OverflowError) as error:
         given = f"{config.host}:{config.port} ({getattr(error, 'strerror', None) or error})"
-        raise ArgumentError("serve", "--host and --port", given, "an address of this machine that is free") from error
+        raise ArgumentError(
+            "serve", "the address (--host, --port)", given, "an address of this machine that is free"
+        ) from error
     port = listening.getsockname()[1]
     if config.host not in ("127.0.0.1", "::1", "localhost") and not settings.api_key:
         log.warning("anybody who reaches %s may use this server: there is no --api-key", config.host)
