@@ -24,8 +24,17 @@ def refusal(
     if prompt + submit.max_new_tokens > config.max_model_len:
         given = f"{prompt} prompt tokens and {submit.max_new_tokens} new ones"
         return "context_length_exceeded", f"{given} do not fit the context of {config.max_model_len} tokens"
+    if prompt > config.max_queued_tokens:  # another try would be refused as well
+        most = f"{config.max_queued_tokens} (--max-queued-tokens)"
+        return (
+            "context_length_exceeded",
+            f"{prompt} prompt tokens are more than may wait at all; accepted: at most {most}",
+        )
     if queue.count >= config.max_queued_requests or queue.tokens + prompt > config.max_queued_tokens:
-        return "queue_full", f"{queue.count} requests of {queue.tokens} tokens wait already"
+        most = (
+            f"{config.max_queued_requests} (--max-queued-requests) of {config.max_queued_tokens} (--max-queued-tokens)"
+        )
+        return "queue_full", f"{queue.count} requests of {queue.tokens} tokens wait already; accepted: at most {most}"
     return None
 
 

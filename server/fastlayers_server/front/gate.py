@@ -98,7 +98,7 @@ class Gate:
             # A server that does all it can is well, and its figures are wanted just then.
             limit = self.config.limit_concurrency
             if self.active > limit and scope["path"] not in PROBES:
-                message = f"{limit} requests are being served, which is the limit"
+                message = f"{limit} requests are being served, which is the limit (--limit-concurrency)"
                 raise ApiError(429, message, "queue_full", retry_after=1)
             self._authorize(scope, state)
             await self.app(scope, passage.receive, passage.send)

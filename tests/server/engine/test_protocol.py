@@ -12,7 +12,11 @@ import msgspec
 import pytest
 
 from fastlayers_server.engine import protocol as p
+from fastlayers_server.engine.checks import refusal
 from fastlayers_server.engine.client import EngineClient
+from fastlayers_server.engine.config import SchedulerConfig
+from fastlayers_server.engine.queue import WaitingQueue
+from fastlayers_server.engine.request import Request
 
 sys.path.insert(0, str(Path(__file__).parent))
 from scripted import ScriptedEngine, hashed, saying
@@ -203,3 +207,18 @@ def test_the_engine_checks_what_a_front_has_checked(change: Any, code: str, said
     assert [found[rid][-1].finish for rid in (1, 2, 3)] == ["length", "error", "length"]
     assert len(found[2]) == 1 and found[2][0].code == code and said in found[2][0].message
     assert [o.ids for o in found[1]] == [o.ids for o in found[3]]
+
+
+def test_a_full_queue_names_its_limits_and_what_never_fits_is_another_error() -> None:
+    config = SchedulerConfig(512, 512, 64, 8, max_queued_requests=1, max_queued_tokens=4)
+    waiting, before = WaitingQueue(), p.Submit(1, p.pack_ids([5, 6]), max_new_tokens=3)
+
+    def told(prompt: list[int]) -> tuple[str, str] | None:
+        return refusal(p.Submit(2, p.pack_ids(prompt), max_new_tokens=3), config, {1}, False, waiting)
+
+    assert told([5] * 4) is None
+    code, said = told([5] * 5) or ("", "")
+    assert code == "context_length_exceeded" and "at most 4 (--max-queued-tokens)" in said
+    waiting.push(Request(before, 1, [5, 6], frozenset(), 0))
+    code, said = told([5]) or ("", "")
+    assert code == "queue_full" and "at most 1 (--max-queued-requests) of 4 (--max-queued-tokens)" in said
