@@ -416,7 +416,9 @@ def rows(
     rounds: int,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Yield the run's description, then a row a switch and batch: microseconds off and on, and the ratio."""
-    yield describe_run(place) | {"model": name, "layers": layers, "context": context, "dtype": str(dtype)}
+    sizes = "small" if torch.device(place).type == "cpu" else "real"
+    head = {"model": name, "sizes": sizes, "layers": layers, "context": context, "dtype": str(dtype)}
+    yield describe_run(place) | head
     model = stack_of(name, config, place, dtype, layers)
     with torch.inference_mode():
         for batch in batches:

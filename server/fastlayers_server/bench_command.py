@@ -205,12 +205,14 @@ def _show_ablation(rows: Sequence[dict[str, Any]], out: Console) -> None:
     head = rows[0]
     table = Table(
         "batch", "items", "what", "off µs", "on µs", "off / on", "quoted",
-        title=f"{head['model']}, {head['layers']} layers, {head['context']} tokens of context, on {head['device']}",
+        title=f"{head['model']}, {head['sizes']} sizes, {head['layers']} layers, {head['context']} tokens of context, "
+        f"on {head['device']}",
         title_justify="left",
     )  # fmt: skip
     for row in rows[1:]:
-        figures = ("", "", row["skipped"])
-        if "skipped" not in row:
+        if "skipped" in row:
+            figures = ("", "", row["skipped"])
+        else:
             figures = (f"{row['off_us']:.1f}", f"{row['on_us']:.1f}", f"{row['ratio']:.3f}")
         table.add_row(str(row["batch"]), row["items"], row["what"], *figures, row["quoted"])
     out.print(table)

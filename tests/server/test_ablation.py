@@ -159,7 +159,18 @@ def test_command() -> None:
     found = CliRunner().invoke(app, [*arguments, "--rounds", "1", "--dtype", "fp32", "--json"])
     head, *rows = [json.loads(line) for line in found.output.splitlines()]
     assert head["model"] == "openai/gpt-oss-20b" and head["sources"] and head["layers"] == 2
+    assert head["sizes"] == "small"
     assert [row["batch"] for row in rows] == [1] * (len(SWITCHES) + 1) + [2] * (len(SWITCHES) + 1)
     assert all(row["quoted"] and row["items"] and ("ratio" in row or "skipped" in row) for row in rows)
     other = CliRunner().invoke(app, ["bench", "ablation", "Qwen/Qwen3-8B", "--device", "cpu"]).exception
     assert isinstance(other, ArgumentError) and "accepted: deepseek_v3, gpt_oss" in str(other)
+
+
+def test_the_table_shows_what_ran_and_why_the_rest_did_not() -> None:
+    arguments = ["bench", "ablation", "--device", "cpu", "--batch", "1", "--context", "20", "--rounds", "1"]
+    found = CliRunner().invoke(app, arguments)
+    assert found.exit_code == 0, found.exception
+    assert "small sizes" in found.output.replace("\n", " ") and "graphs are CUDA's" in found.output
+    (line,) = [line for line in found.output.splitlines() if "router in one kernel" in line]
+    off, on, ratio = (float(cell) for cell in line.split("│")[4:7])
+    assert off > 0 and on > 0 and ratio == pytest.approx(off / on, rel=0.01)
