@@ -20,6 +20,14 @@ _EXPECTED = {
 # Weights by their names; GPT-OSS stacks those of all experts, as one tensor or as MXFP4's blocks.
 _WEIGHT = re.compile(r"\.weight$|\.experts\.(?:gate_up|down)_proj(?:_blocks)?$")
 _CODES = ("F8_E4M3", "F8_E5M2", "I8")
+# Codes of 4 and 8 bits in words, as AWQ, GPTQ and compressed-tensors call them.
+_WORDS = re.compile(r"\.(?:qweight|qzeros|weight_packed|weight_zero_point)$")
+
+
+def wrong_words(checkpoint: Checkpoint, name: str) -> str | None:
+    """Return what is wrong with a tensor that holds codes in words of 32 bits; other tensors are not looked at."""
+    dtype = checkpoint.dtype(name)
+    return f"{name} is {dtype}, its codes are read from I32 words" if _WORDS.search(name) and dtype != "I32" else None
 
 
 def check_quantization(checkpoint: Checkpoint, quantised: Collection[str]) -> list[str]:

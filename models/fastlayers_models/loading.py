@@ -20,7 +20,7 @@ from fastlayers.quant.slow_formats import announce_slow_formats
 from fastlayers.weights import Slot, slots
 from fastlayers_models.agreement import same_checkpoint
 from fastlayers_models.cache_scales import fold_cache_scales, scale_names
-from fastlayers_models.check_quantization import check_quantization
+from fastlayers_models.check_quantization import check_quantization, wrong_words
 from fastlayers_models.checkpoint import NAMED, Checkpoint, collapsed
 from fastlayers_models.config import DecoderConfig
 
@@ -177,6 +177,8 @@ def _check_names(checkpoint: Checkpoint, wanted: dict[str, list[Slot]], ignore: 
         for slot in wanted[name]:
             if not _same_shape(shape, slot):
                 wrong.append(f"{name} has shape {shape}, the model wants {tuple(slot.shape)}")
+            elif (words := wrong_words(checkpoint, name)) is not None:
+                formats.append(words)
             elif not _castable(dtype, slot):
                 formats.append(f"{name} is {dtype}, the model holds {str(slot.dest.dtype).removeprefix('torch.')}")
     problems = [
@@ -207,7 +209,7 @@ def _castable(dtype: str, slot: Slot) -> bool:
     if dtype not in CODES and dtype not in FLOATS:
         return not slot.dest.dtype.is_floating_point
     if slot.convert is not None:
-        return True
+        return dtype not in FLOATS or slot.dest.dtype.is_floating_point or slot.dest.dtype in CODES.values()
     return CODES.get(dtype) == (slot.dest.dtype if slot.dest.dtype in CODES.values() else None)
 
 

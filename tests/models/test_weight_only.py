@@ -267,3 +267,27 @@ def test_a_layout_without_its_tensors_names_them(plain: Path, tmp_path: Path) ->
     write(tmp_path, config | {"quantization_config": LAYOUTS["awq"].config}, tensors_of(plain))
     with pytest.raises(CheckpointError, match=r"missing tensors: .*down_proj\.qweight"):
         ours(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "dtype", "why"),
+    [
+        ("awq", "qweight", torch.float32, r"up_proj\.qweight is F32, its codes are read from I32 words"),
+        ("gptq", "qzeros", torch.uint8, r"up_proj\.qzeros is U8, its codes are read from I32 words"),
+        ("packed_4_zeros", "weight_packed", torch.int64, r"up_proj\.weight_packed is I64, its codes are read from I32"),
+        ("packed_4_zeros", "weight_zero_point", torch.int8, r"up_proj\.weight_zero_point is I8, its codes are read"),
+        ("gptq_act_order", "g_idx", torch.float32, r"up_proj\.g_idx is F32, the model holds int32"),
+    ],
+)
+def test_tensors_of_another_number_format_are_named(
+    name: str, part: str, dtype: torch.dtype, why: str, plain: Path, tmp_path: Path
+) -> None:
+    """Values that another dtype happens to hold, or cuts off, are not taken for words of codes."""
+    coded, _ = quantised(plain, tmp_path, LAYOUTS[name])
+    tensors, config = tensors_of(coded), json.loads((coded / "config.json").read_text())
+    tensors[f"model.layers.1.mlp.up_proj.{part}"] = tensors[f"model.layers.1.mlp.up_proj.{part}"].to(dtype)
+    with pytest.raises(CheckpointError, match=f"wrong number formats: model.layers.1.mlp.{why}"):
+        ours(write(tmp_path / "other", config, tensors))
+    if part != "g_idx":
+        with pytest.raises(CheckpointError, match=why):
+            dequantize_checkpoint(tmp_path / "other", tmp_path / "made")

@@ -8,6 +8,7 @@ from fastlayers.errors import CheckpointError
 from fastlayers.linear.weight_only.layer import WeightOnlyLinear
 from fastlayers.quant.spec import QuantSpec
 from fastlayers.weights import slots
+from fastlayers_models.check_quantization import wrong_words
 from fastlayers_models.checkpoint import Checkpoint
 
 # Of each packing: the tensor of codes, and those that describe it.
@@ -51,5 +52,7 @@ def unpacked(name: str, checkpoint: Checkpoint, spec: QuantSpec, dtype: torch.dt
             raise CheckpointError(f"{name}: there is no {part}, which the layout {spec.layout!r} has")
         if checkpoint.shape(part) != tuple(slot.shape):
             raise CheckpointError(f"{part}: shape {checkpoint.shape(part)}, but {name} wants {tuple(slot.shape)}")
+        if (wrong := wrong_words(checkpoint, part)) is not None:
+            raise CheckpointError(wrong)
         slot.fill(part, checkpoint.read(part))
     return {f"{module}.weight": layer.dequantized(dtype)}
