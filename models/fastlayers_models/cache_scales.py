@@ -12,6 +12,7 @@ their checkpoints' scales are passed over.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 
@@ -23,6 +24,8 @@ from fastlayers.errors import CheckpointError
 from fastlayers.linear.base import LinearBase
 from fastlayers.linear.fp8_block.layer import FP8BlockLinear
 from fastlayers_models.checkpoint import Checkpoint
+
+log = logging.getLogger(__name__)
 
 # As vLLM's, ModelOpt's and compressed-tensors' checkpoints call them, below an attention layer.
 NAMES = {
@@ -50,29 +53,48 @@ def fold_cache_scales(model: nn.Module, checkpoint: Checkpoint) -> None:
     Raises
     ------
     CheckpointError
-        A scale is not one positive number, or a layer's weights are of a format that holds none; the tensor is named.
+        A scale is not one positive number, is there under two names with two values, or lacks the other of keys and
+        values; or a layer's weights are of a format that holds none. The tensor is named.
     """
+    scaled, plain = list[str](), list[str]()
     for layer, module in attention_layers(model):
         if module.cfg.kv_dtype != torch.float8_e4m3fn:
             continue
-        keys, values = (_read(checkpoint, [f"{layer}.{name}" for name in NAMES[part]]) for part in "kv")
+        names = {part: _present(checkpoint, layer, part) for part in "kv"}
+        (scaled if names["k"] or names["v"] else plain).append(layer)
+        latent = isinstance(module, fl.MLAAttention)  # which has no values of their own
+        if bool(names["k"]) != bool(names["v"]) and not (latent and names["k"]):
+            there, lacking = (names["k"], "v_scale") if names["k"] else (names["v"], "k_scale")
+            raise CheckpointError(f"{checkpoint.path}: there is {there[0]}, but no {lacking} of {layer}")
+        keys, values = (_read(checkpoint, names[part]) for part in "kv")
         if isinstance(module, fl.MLAAttention):
             if keys != 1.0:
                 _fold_latent(layer, module, keys)
         elif (keys, values) != (1.0, 1.0):
             _fold_grouped(layer, module, keys, values)
+    if scaled and plain:
+        count = f"{len(plain)} of {len(plain) + len(scaled)}"
+        log.warning(
+            "%s: %s layers have no scales of an FP8 cache, first %s: taken as 1", checkpoint.path, count, plain[0]
+        )
+
+
+def _present(checkpoint: Checkpoint, layer: str, part: str) -> list[str]:
+    return [name for each in NAMES[part] if (name := f"{layer}.{each}") in checkpoint.file_of]
 
 
 def _read(checkpoint: Checkpoint, names: list[str]) -> float:
-    """Return the next power of two of the scale under the first name that is there; 1 without one."""
-    name = next((name for name in names if name in checkpoint.file_of), None)
-    if name is None:
-        return 1.0
-    found = checkpoint.read(name).double().flatten()
-    if found.numel() != 1 or not 2.0**-100 < float(found[0]) < 2.0**100:
-        given = f"{found.numel()} numbers" if found.numel() != 1 else f"{float(found[0]):g}"
-        raise CheckpointError(f"{checkpoint.path}: {name} is {given}; a cache's scale is one positive number")
-    return float(2.0 ** math.ceil(math.log2(float(found[0]))))
+    """Return the next power of two of the scale under these names, which all say the same; 1 without one."""
+    scales = list[float]()
+    for name in names:
+        found = checkpoint.read(name).double().flatten()
+        if found.numel() != 1 or not 2.0**-100 < float(found[0]) < 2.0**100:
+            given = f"{found.numel()} numbers" if found.numel() != 1 else f"{float(found[0]):g}"
+            raise CheckpointError(f"{checkpoint.path}: {name} is {given}; a cache's scale is one positive number")
+        scales.append(float(found[0]))
+        if scales[-1] != scales[0]:
+            raise CheckpointError(f"{checkpoint.path}: {names[0]} is {scales[0]:g}, but {name} is {scales[-1]:g}")
+    return float(2.0 ** math.ceil(math.log2(scales[0]))) if scales else 1.0
 
 
 def _fold_latent(layer: str, module: fl.MLAAttention, scale: float) -> None:
@@ -114,6 +136,8 @@ def _scale(name: str, linear: LinearBase, factor: float, begin: int = 0, end: in
         return
     end = end or linear.local_out
     held = getattr(linear, linear.scale_name) if linear.scale_name else linear.weight
+    if isinstance(linear, fl.WeightOnlyLinear):
+        held = held.t()  # groups of input features first
     step = linear.cfg.block_size[0] if isinstance(linear, FP8BlockLinear) else 1
     if held.shape[0] != -(-linear.local_out // step) or begin % step or (end % step and end != linear.local_out):
         raise CheckpointError(f"{name}: {type(linear).__name__} cannot take up the scale of an FP8 cache")

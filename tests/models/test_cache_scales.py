@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,9 @@ from fastlayers_models import AutoModel
 from fastlayers_models.convert import convert_to_fp8_block
 
 sys.path.insert(0, str(Path(__file__).parent))
-from checkpoint_tools import SHIPPED, Feeder, Tensors, edited
-from family_tools import Variation, save_random
+from checkpoint_tools import SHIPPED, Feeder, Tensors, edited, tensors_of, write
+from family_tools import BASE, Variation, save_random
+from test_weight_only import LAYOUTS, quantised
 from tiny_models import relative_rms
 
 E4M3 = torch.float8_e4m3fn
@@ -119,3 +121,48 @@ def test_several_numbers_and_other_names_are_refused(tmp_path: Path) -> None:
         logits(edited(SHIPPED, tmp_path / "several", several))
     with pytest.raises(CheckpointError, match=r"unexpected tensors: model.layers.0.mlp.k_scale"):
         logits(edited(SHIPPED, tmp_path / "other", other))
+
+
+def test_keys_without_values_and_two_scales_of_one_layer_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    layer = "model.layers.1.self_attn"
+
+    def only(part: str) -> Callable[[Tensors], None]:
+        return lambda tensors: tensors.update({f"{layer}.{part}_scale": torch.tensor(2.0)})
+
+    def two(tensors: Tensors) -> None:
+        scaled(("k_scale", "v_scale"), 2.0, 2.0)(tensors)
+        tensors[f"{layer}.attn.k_scale"] = torch.tensor(64.0)
+
+    for family in ("llama_biases", "qwen3_norms"):
+        with pytest.raises(CheckpointError, match=rf"there is {layer}\.k_scale, but no v_scale of {layer}"):
+            logits(edited(folders[family], tmp_path / f"{family}_k", only("k")))
+    with pytest.raises(CheckpointError, match=rf"there is {layer}\.v_scale, but no k_scale of {layer}"):
+        logits(edited(SHIPPED, tmp_path / "v", only("v")))
+    with pytest.raises(CheckpointError, match=rf"{layer}\.k_scale is 2, but {layer}\.attn\.k_scale is 64"):
+        logits(edited(SHIPPED, tmp_path / "two", two))
+
+
+def test_layers_without_scales_beside_others_with_them_are_said(
+    folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def one(tensors: Tensors) -> None:
+        tensors["model.layers.0.self_attn.k_scale"] = torch.tensor(2.0)
+
+    logits(edited(SHIPPED, tmp_path / "all", scaled(("k_scale", "v_scale"), 2.0, 2.0)))
+    assert "no scales of an FP8 cache" not in caplog.text
+    logits(edited(SHIPPED, tmp_path / "one", one))
+    assert "3 of 4 layers have no scales of an FP8 cache, first model.layers.1.self_attn: taken as 1" in caplog.text
+
+
+@pytest.mark.parametrize("layout", ["awq", "packed_8"])
+def test_weights_alone_take_them_up_in_their_scales(layout: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    coded, _ = quantised(folders["llama_biases"], tmp_path, LAYOUTS[layout])
+    config, tensors = json.loads((coded / "config.json").read_text()), tensors_of(coded)
+    exact, plain = logits(coded, torch.float32), logits(coded)
+    for layer in range(BASE["num_hidden_layers"]):
+        tensors[f"model.layers.{layer}.self_attn.k_scale"] = torch.tensor(0.25)
+        tensors[f"model.layers.{layer}.self_attn.v_scale"] = torch.tensor(2.0)
+    far = relative_rms(plain, exact)
+    found = relative_rms(logits(write(tmp_path / "scaled", config, tensors)), exact)
+    # A power of two moves only what is subnormal in e4m3; a part left out, or another axis, is off by all of it.
+    assert 0.5 * far < found < 1.5 * far
