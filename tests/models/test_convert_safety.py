@@ -179,3 +179,27 @@ def test_a_quantization_config_in_words_is_refused(tmp_path: Path) -> None:
     folder = rewrite(SHIPPED, tmp_path / "odd", config=lambda c: c.update(quantization_config="fp8"))
     with pytest.raises(CheckpointError, match=r"config\.json: quantization_config is 'fp8'; accepted: an object"):
         AutoModel.from_pretrained(folder)
+
+
+O_PROJ = "model.layers.1.self_attn.o_proj.weight"
+SCALES: dict[str, tuple[str, Any, str]] = {
+    "integers": (
+        "fp8-block", lambda t: t.update({f"{O_PROJ}_scale_inv": t[f"{O_PROJ}_scale_inv"].to(torch.uint8)}),
+        rf"{O_PROJ}_scale_inv is U8; scales are read from BF16, F16, F32, F64",
+    ),
+    "too few": (
+        "int8", lambda t: t.update({f"{O_PROJ}_scale": t[f"{O_PROJ}_scale"][:7]}),
+        rf"{O_PROJ}_scale: \[7\] for {O_PROJ} \[128, 512\]; accepted: one number for a matrix, or one for each",
+    ),
+    "of no matrix": ("int8", lambda t: t.pop(O_PROJ), rf"{O_PROJ}_scale: there is no {O_PROJ}, which these are"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", list(SCALES))
+def test_scales_that_do_not_fit_stop_a_conversion_back(case: str, tmp_path: Path) -> None:
+    format, edit, message = SCALES[case]
+    convert_checkpoint(SHIPPED, tmp_path / "made", format)
+    folder = rewrite(tmp_path / "made", tmp_path / "odd", edit)
+    with pytest.raises(CheckpointError, match=message):
+        dequantize_checkpoint(folder, tmp_path / "back")
+    assert not (tmp_path / "back" / "config.json").exists()

@@ -39,6 +39,7 @@ from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.convert.readme import dequantised_readme, quantised_readme
 from fastlayers_models.convert.shard_writer import ShardWriter, Tensors
 from fastlayers_models.convert.weights_alone import packed_format, unpacked
+from fastlayers_models.loading import FLOATS
 
 BLOCK = 128
 FORMATS = ("fp8-block", "int8")
@@ -272,7 +273,7 @@ def dequantize_checkpoint(
     ArgumentError
         The source has another format, or the target is neither empty nor an unfinished run of this call.
     CheckpointError
-        The source cannot be read, or a quantised matrix has no scales.
+        The source cannot be read, or a quantised matrix has no scales, or none that fit it.
     """
     checkpoint = Checkpoint(source)
     config = checkpoint.config
@@ -292,20 +293,35 @@ def dequantize_checkpoint(
         if spec.format == "mxfp4":
             return _unpacked(name, checkpoint, dtype), {}
         value = checkpoint.read(name)
+        if name.endswith((".weight_scale", ".weight_scale_inv")):
+            raise CheckpointError(f"{name}: there is no {name[: name.rindex('_scale')]}, which these are the scales of")
         if checkpoint.dtype(name) not in ("F8_E4M3", "I8"):
             return {name: value}, {}
         scale = next((name + ending for ending in _SCALES if name + ending in checkpoint.file_of), None)
         if scale is None:
             raise CheckpointError(f"{name}: {checkpoint.dtype(name)} without {name}_scale_inv or {name}_scale")
-        if spec.format == "fp8_block":
-            return {name: dequantize_block_weight(value, checkpoint.read(scale), spec.block_size, dtype)}, {}
-        return {name: (value.float() * checkpoint.read(scale).float().reshape(-1, 1)).to(dtype)}, {}
+        return {name: _multiplied(name, value, scale, checkpoint, spec, dtype)}, {}
 
     writer = ShardWriter(checkpoint, target, f"dequantised to {str(dtype).removeprefix('torch.')}")
     with writer.held():
         writer.write(multiply_out, progress)
         readme = dequantised_readme(checkpoint.path, Path(target), spec.format, dtype)
         writer.finish({k: v for k, v in config.items() if k != "quantization_config"}, readme)
+
+
+def _multiplied(
+    name: str, codes: torch.Tensor, scale: str, checkpoint: Checkpoint, spec: QuantSpec, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return codes times their scales, or raise :class:`CheckpointError` where these are none of this matrix."""
+    if checkpoint.dtype(scale) not in FLOATS:
+        raise CheckpointError(f"{scale} is {checkpoint.dtype(scale)}; scales are read from {', '.join(FLOATS)}")
+    factors = checkpoint.read(scale)
+    if spec.format == "fp8_block":
+        return dequantize_block_weight(codes, factors, spec.block_size, dtype)
+    if codes.dim() != 2 or factors.numel() not in (1, len(codes)):
+        given = f"{list(factors.shape)} for {name} {list(codes.shape)}"
+        raise CheckpointError(f"{scale}: {given}; accepted: one number for a matrix, or one for each of its rows")
+    return (codes.float() * factors.float().reshape(-1, 1)).to(dtype)
 
 
 def _unpacked(name: str, checkpoint: Checkpoint, dtype: torch.dtype) -> Tensors:
