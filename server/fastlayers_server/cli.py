@@ -401,7 +401,7 @@ def convert(
         str,
         typer.Option(
             help="fp8-block, int8 (for our loader only: stock transformers misreads it), or bf16 (multiply a quantised "
-            "one out: FP8, int8 or MXFP4)"
+            "one out: FP8, int8, MXFP4, AWQ, GPTQ)"
         ),
     ] = "fp8-block",
     ragged: Annotated[
