@@ -165,6 +165,18 @@ def check_options(family: type[CausalLM], options: Mapping[str, Any]) -> None:
         check_choice(f"{family.__name__}.from_pretrained", "option", name, tuple(sorted(known)))
 
 
+def _inner_hint(config: Mapping[str, Any], families: Mapping[str, Any]) -> str:
+    """Return what to do where a model is unknown, but the language model in it is not: as Llama 4 is published."""
+    text = config.get("text_config")
+    kind = text.get("model_type") if isinstance(text, Mapping) else None
+    if not isinstance(kind, str) or kind not in families:
+        return ""
+    return (
+        f". Its text_config says {kind!r}: the language model alone runs from a checkpoint of its own, which "
+        "transformers writes (from_pretrained of its causal language model, then save_pretrained)"
+    )
+
+
 def family_of(
     config: Mapping[str, Any], families: Mapping[str, str | type[CausalLM]] = FAMILIES, where: object = ""
 ) -> type[CausalLM]:
@@ -180,7 +192,8 @@ def family_of(
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in families:
         prefix = f"{where}: " if where else ""
-        raise UnknownModelError(f"{prefix}model_type {kind!r} is unknown; known: {', '.join(sorted(families))}")
+        known = ", ".join(sorted(families)) + _inner_hint(config, families)
+        raise UnknownModelError(f"{prefix}model_type {kind!r} is unknown; known: {known}")
     argument, given = f"families[{kind!r}]", families[kind]
     accepted = "'module:class' of a model, as those that derive from fastlayers_models.blocks.CausalLM, or the class"
     found: Any = given
