@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
 import resource
 import signal
@@ -13,12 +12,11 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastlayers.errors import ArgumentError, CheckpointError
-from fastlayers.runtime.held_directory import make, release
 from fastlayers_server import log as logs
 from fastlayers_server.serve_config import NAMES, ServeConfig, as_json, keys_of, parse
 
@@ -75,14 +73,11 @@ def run(config: ServeConfig) -> int:
     # Until the server drains on it, a signal ends the start like any error: nothing stays behind.
     leaving = _Leaving()
     before = {number: signal.signal(number, leaving) for number in (signal.SIGTERM, signal.SIGINT)}
-    scratch = make("fastlayers-model-")
     try:
-        folder = model_folder(config, scratch)
         if config.speculative_draft_model and config.load_format != "dummy":
-            model_folder(dataclasses.replace(config, model=config.speculative_draft_model), scratch)
-        return _run(config, folder, begin, leaving)
+            model_folder(dataclasses.replace(config, model=config.speculative_draft_model))
+        return _run(config, model_folder(config), begin, leaving)
     finally:
-        release(scratch)
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -151,18 +146,19 @@ def profile_folder(given: str) -> str:
         raise ArgumentError("serve", "--profile-folder", f"{given!r} ({error})", accepted) from error
 
 
-def model_folder(config: ServeConfig, scratch: Path) -> Path:
-    """Return the folder of the model; of random weights the configuration is enough, which we may know by name."""
+def known(config: ServeConfig) -> Mapping[str, Any] | None:
+    """Return the configuration of a model that we know by name: of random weights it is enough."""
+    from fastlayers_server.known_models import KNOWN
+
+    return KNOWN.get(config.model) if config.load_format == "dummy" else None
+
+
+def model_folder(config: ServeConfig) -> Path:
+    """Return the folder of the model, or, of one that is known, its name."""
     from fastlayers_models.find import TINY, assets, find
 
-    if config.load_format == "dummy":
-        from fastlayers_server.known_models import KNOWN
-
-        if config.model in KNOWN:
-            folder = scratch / config.model.rpartition("/")[2]
-            folder.mkdir()
-            (folder / "config.json").write_text(json.dumps(dict(KNOWN[config.model])))
-            return folder
+    if known(config) is not None:
+        return Path(config.model)
     try:
         return assets() / TINY if config.model in ("tiny", TINY) else find(config.model)
     except CheckpointError as error:
@@ -211,7 +207,7 @@ def _run(config: ServeConfig, folder: Path, begin: float, leaving: _Leaving) -> 
         from fastlayers_server.front.tokens import TokenText
 
         try:
-            tokens = TokenText(folder, template, config.load_format == "dummy")
+            tokens = TokenText(folder, template, config.load_format == "dummy", known(config))
         except ValueError as error:
             raise CheckpointError(f"serve: {error}") from error
         grammars = GrammarWorker(folder, link.check_ready, config.grammar_timeout)

@@ -20,7 +20,7 @@ import openai
 import pytest
 
 from fastlayers.errors import ArgumentError, CheckpointError, FastlayersError
-from fastlayers_server.serve_command import engine_of, model_folder, resolved, serve, template_of
+from fastlayers_server.serve_command import engine_of, known, model_folder, resolved, serve, template_of
 from fastlayers_server.serve_config import NEVER, ServeConfig, parse
 
 CODE = "from fastlayers_server.cli import main; main()"
@@ -271,9 +271,23 @@ def test_a_server_that_is_killed_while_it_starts_takes_its_engine_along(short_fo
             while status.read_text().rpartition(")")[2].split()[0] != "Z":
                 assert time.monotonic() < end, "the engine outlives its front"
                 time.sleep(0.1)
-        assert any(short_folder.glob("fastlayers-engine-*")) and any(short_folder.glob("fastlayers-model-*"))
-    command = [sys.executable, "-c", CODE, "serve", "--port", "0", "--num-pages", "1"]
-    assert subprocess.run(command, env=environment, capture_output=True, check=False).returncode == 1
+        assert not [path.name for path in short_folder.iterdir() if path.name.startswith("fastlayers-")]
+
+
+def test_a_second_signal_leaves_nothing(short_folder: Path) -> None:
+    command = (sys.executable, "-c", CODE, "serve", "--port", "0", "--drain-delay", "60")
+    process = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(short_folder)}, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if b" is served at " in line:
+            break
+    assert any(short_folder.glob("fastlayers-engine-*"))
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    assert process.poll() is None, "it drains"
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=5)[1]
+    assert process.returncode == 1 and b"second signal" in said
     assert not [path.name for path in short_folder.iterdir() if path.name.startswith("fastlayers-")]
 
 
@@ -418,14 +432,14 @@ def test_every_flag_has_an_effect(tmp_path: Path) -> None:
     assert ServeConfig(max_body_mb=0.5).max_body_bytes == 2**19
 
 
-def test_random_weights_of_a_known_model_need_no_folder(tmp_path: Path) -> None:
+def test_random_weights_of_a_known_model_need_no_folder() -> None:
     config = ServeConfig(model="Qwen/Qwen3-8B", load_format="dummy", in_process=True)
-    folder = model_folder(config, tmp_path)
-    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3"
+    folder = model_folder(config)
     assert resolved(config, folder).name == "Qwen3-8B"
     from fastlayers_server.front.tokens import TokenText
 
-    tokens = TokenText(folder, invent=True)
+    tokens = TokenText(folder, None, True, known(config))
+    assert tokens.model_type == "qwen3"
     assert tokens.decode([5, 151_000]) == "t5 t151000" and tokens.encode("t7 t9") == [7, 9]
     engine: Any = engine_of(config, folder)
     assert engine.phase == "starting"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -55,7 +56,7 @@ class Child:
     """
 
     def __init__(self, address: str, epoch: int, parent: int = 0, context: zmq.Context[Any] | None = None) -> None:
-        self.epoch, self.phase, self._parent = epoch, "starting", parent
+        self.epoch, self.phase, self._parent, self._folder = epoch, "starting", parent, address.removeprefix("ipc://")
         self.engine: Engine | None = None
         context = context or zmq.Context()
         self._in, self._out = context.socket(zmq.PULL), context.socket(zmq.PUSH)
@@ -125,6 +126,7 @@ class Child:
                     self.engine.post(message)
             if self._parent and os.getppid() != self._parent:
                 log.warning("the front is gone; the engine ends")
+                shutil.rmtree(self._folder, ignore_errors=True)  # it was the front's, which had no time for that
                 os._exit(1)
             now = time.monotonic()
             if now >= beat_at:
@@ -162,8 +164,9 @@ def main(make: Callable[[EngineConfig, Phase, int], Engine], config: EngineConfi
     else:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         given = sys.stdin.buffer.read()
-        if not given:
-            return 1  # the front is gone already
+        if not given:  # the front is gone already
+            shutil.rmtree(folder, ignore_errors=True)
+            return 1
         config = msgspec.json.decode(given, type=EngineConfig)
     logs.configure(config.log_level)
     return Child(f"ipc://{folder}", int(epoch), int(parent)).run(partial(make, config))

@@ -210,6 +210,7 @@ class Runner(uvicorn.Server):
             self._draining = asyncio.ensure_future(self._drain())
         else:
             log.warning("second signal: leaving now")
+            self.front.link.client.abandon()
             os._exit(1)
 
     async def _drain(self) -> None:

@@ -30,6 +30,8 @@ class TokenText:
         Instead of the folder's.
     invent : bool
         Where the folder has no tokenizer, and its weights are random anyway: each id is a word of its own.
+    config : mapping, optional
+        Of a model that is known by name, and has no folder.
 
     Raises
     ------
@@ -37,14 +39,18 @@ class TokenText:
         No fast tokenizer in the folder.
     """
 
-    def __init__(self, folder: Path, chat_template: str | None = None, invent: bool = False) -> None:
+    def __init__(
+        self, folder: Path, chat_template: str | None = None, invent: bool = False,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        config = _json(folder / "config.json") if config is None else config
         # Not at import: it takes seconds, and most of the front does without. "from transformers import" fails while a
         # thread of an engine in this process imports it first.
         made: Any = import_module("transformers").PreTrainedTokenizerFast
         if (folder / "tokenizer.json").is_file():
             self.hf = made.from_pretrained(folder, local_files_only=True)
         elif invent:
-            self.hf = made(tokenizer_object=_numbers(int(_json(folder / "config.json")["vocab_size"])))
+            self.hf = made(tokenizer_object=_numbers(int(config["vocab_size"])))
             self.hf.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
         else:
             raise ValueError(f"{folder} holds no tokenizer.json; a server needs the model's fast tokenizer")
@@ -60,7 +66,7 @@ class TokenText:
         vocabulary = self.hf.get_vocab()
         self.longest_token = max(map(len, vocabulary), default=1)
         self.defaults = _json(folder / "generation_config.json")
-        self.model_type = str(_json(folder / "config.json").get("model_type", ""))
+        self.model_type = str(config.get("model_type", ""))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text."""
