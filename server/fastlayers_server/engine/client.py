@@ -95,6 +95,7 @@ class EngineClient:
         self._live: set[int] = set()
         self._early: list[ToEngine] = []  # what came before the engine was there
         self._reason, self._refused, self._told = "", False, -1
+        self._gone = False  # from a death to the next engine
         self._deliver_to: Callable[[FromEngine], None] = lambda message: None
         self._context = zmq.Context()
         self._out: zmq.Socket[bytes] | None = None
@@ -135,10 +136,12 @@ class EngineClient:
     def submit(self, request: Submit) -> None:
         """Hand over a request. Whatever happens, one terminal output of its rid is delivered."""
         with self._lock:
-            self._live.add(request.rid)
-            self._hand_over(request)
-        if self.phase == "dead":
-            self._tell_orphans()
+            gone = self._gone
+            if not gone:
+                self._live.add(request.rid)
+                self._hand_over(request)
+        if gone:  # of which this front has not heard yet: nobody waits for what the next engine would make of it
+            self._tell_end([request.rid])
 
     def send(self, message: ToEngine) -> None:
         """Hand over any other message."""
@@ -153,8 +156,9 @@ class EngineClient:
         try:
             self._out.send(encode(message), zmq.NOBLOCK)
         except zmq.Again:
-            log.error("the engine takes no messages; its process is killed")
-            self._kill()
+            if self._child is None or self._child.poll() is None:  # of one that is gone others will tell
+                log.error("the engine takes no messages; its process is killed")
+                self._kill()
 
     def shutdown(self, timeout: float = 0.0) -> None:
         """Refuse what comes from now on, let what runs and waits end for ``timeout`` seconds, then end the rest.
@@ -172,8 +176,10 @@ class EngineClient:
 
         Threads end with the process.
         """
+        if self._make is not None:
+            return
         self._stop_by = time.monotonic() + 10.0
-        while self._make is None and self._thread is not None and self._thread.is_alive():
+        while self._thread is not None and self._thread.is_alive() and time.monotonic() < self._stop_by:
             if self._child is not None:
                 self._child.kill()
             self._thread.join(0.05)
@@ -186,14 +192,19 @@ class EngineClient:
             self._deliver_to(message)
 
     def _tell_orphans(self) -> None:
-        """End everything that lives; whoever may come back is told of no restart where there is none."""
-        code = "draining" if self.phase == "dead" else "engine_restarting"
+        """End everything that lives."""
         with self._lock:  # at once: nobody is told their end, and computed by the next engine too
+            self._gone = True
             self._early.clear()
             left, self._live = sorted(self._live), set()
         if left:
-            outputs = tuple(Output(rid, (), "error", code, self._reason) for rid in left)
-            self._deliver(StepOut(self.epoch, outputs))
+            self._tell_end(left)
+
+    def _tell_end(self, rids: Sequence[int]) -> None:
+        """Tell requests that the engine is gone; whoever may come back is told of no restart where there is none."""
+        code = "draining" if self.phase == "dead" else "engine_restarting"
+        outputs = tuple(Output(rid, (), "error", code, self._reason) for rid in rids)
+        self._deliver(StepOut(self.epoch, outputs))
 
     def _supervise(self) -> None:
         deaths: deque[float] = deque(maxlen=RESTARTS + 1)
@@ -293,7 +304,7 @@ class EngineClient:
         if isinstance(message, EngineInfo):
             self.phase = "serving"
             with self._lock:
-                self._out, early, self._early = out, self._early, []
+                self._out, self._gone, early, self._early = out, False, self._early, []
                 for each in early:
                     self._hand_over(each)
 

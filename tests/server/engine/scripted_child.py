@@ -17,7 +17,8 @@ def make(config: EngineConfig, phase: Phase, epoch: int) -> Engine:
     if config.model == "refused":
         raise ValueError("there is no such model")
     phase("weights")
-    time.sleep({"slow": 1.5, "stuck": 600.0}.get(config.model, 0.0))  # as reading weights may take
+    waits = {"slow": 1.5, "stuck": 600.0, "stuck again": 600.0 * (epoch > 1)}
+    time.sleep(waits.get(config.model, 0.0))  # as reading weights may take
     engine = ScriptedEngine(tick_seconds=0.0 if config.model == "chatty" else 0.005)._make(phase, epoch)
     if config.model == "hangs" and epoch == 1:
         engine.executor.launch = lambda plan: time.sleep(600)  # type: ignore[method-assign,assignment,return-value,misc]

@@ -285,7 +285,20 @@ def test_what_comes_between_a_death_and_the_next_start_is_not_told_its_end_and_c
     front.engine.shutdown()
 
 
-def test_the_engine_ends_with_its_front() -> None:
+def test_what_comes_before_a_front_knows_of_the_death_does_not_hold_up_its_end() -> None:
+    front = Front("stuck again")
+    front.until(p.EngineInfo)
+    os.kill(front.engine.pid, signal.SIGKILL)
+    assert front.until(p.Died).restarting
+    front.submit(2, 4)  # as an event loop does that has news to read first
+    assert front.end_of(2).code == "engine_restarting"
+    begin = time.monotonic()
+    front.engine.shutdown()
+    assert time.monotonic() - begin < 5.0, "nobody waits for that start"
+
+
+def test_the_engine_ends_with_its_front(short_folder: Path) -> None:
+    """And takes the folder of their sockets along, which the front had no time for."""
     code = (
         "import sys, time; from fastlayers_server.engine.client import EngineClient;"
         "from fastlayers_server.engine.config import EngineConfig;"
@@ -294,13 +307,16 @@ def test_the_engine_ends_with_its_front() -> None:
         "while not told: time.sleep(0.05)\n"
         "print(engine.pid, flush=True); time.sleep(600)"
     )
-    front = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    environment = os.environ | {"TMPDIR": str(short_folder)}
+    front = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
     assert front.stdout is not None
     pid = int(front.stdout.readline())
     os.kill(pid, 0)
+    assert list(short_folder.iterdir())
     front.kill()
     front.wait()
     gone([pid])
+    assert not list(short_folder.iterdir())
 
 
 def gone(pids: list[int], seconds: float = 60.0) -> None:
