@@ -69,7 +69,8 @@ class BenchConfig:
     result_filename: str = flag("", "default: from backend, rate, model and time")
     server_note: str = flag("", "what the server was started with, for the file")
     flush_cache: bool = flag(False, "empty the server's prefix cache before each run (admin key as --api-key)")
-    ready_timeout: float = flag(600.0, "seconds to wait for the server")
+    connect_timeout: float = flag(5.0, "seconds to wait for a server that listens")
+    ready_timeout: float = flag(600.0, "seconds to wait until one that listens is ready")
 
     def __post_init__(self) -> None:
         """Refuse values that the command line's types do not tell, before a server is asked for anything."""
@@ -157,13 +158,14 @@ async def prepared(session: aiohttp.ClientSession, config: BenchConfig) -> tuple
 
 
 async def _when_ready(session: aiohttp.ClientSession, config: BenchConfig) -> str:
-    begin, why, told = time.monotonic(), "", False
+    begin, why, told, listens = time.monotonic(), "", False, False
     while time.monotonic() < begin + config.ready_timeout:
         if not told and time.monotonic() > begin + SILENT_SECONDS:
             told = True
             print(f"waiting for {config.url}, {config.ready_timeout:g} s at most: {why}", file=sys.stderr)
         try:
             async with session.get(f"{config.url}/v1/models") as response:
+                listens = True
                 if response.status == 200:
                     name = (await response.json())["data"][0]["id"]
                     async with session.get(f"{config.url}/ready") as ready:
@@ -177,6 +179,9 @@ async def _when_ready(session: aiohttp.ClientSession, config: BenchConfig) -> st
                     why = f"status {response.status}"
         except aiohttp.ClientError as error:
             why = f"{type(error).__name__}: {error}"
+            if not listens and time.monotonic() > begin + config.connect_timeout:
+                waited = f"{config.connect_timeout:g} s (--connect-timeout)"
+                raise ValueError(f"no server listens at {config.url}, waited {waited}: {why}") from error
         await asyncio.sleep(0.2)
     raise ValueError(f"{config.url} is not ready after {config.ready_timeout:g} s: {why}")
 

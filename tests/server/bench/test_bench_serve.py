@@ -21,7 +21,7 @@ from fastlayers.errors import ArgumentError
 from fastlayers_server.bench import command, datasets
 from fastlayers_server.bench.client import Answer, Ask, Target, send
 from fastlayers_server.bench.report import figures, text
-from fastlayers_server.bench.serve import BenchConfig, arrivals, measured
+from fastlayers_server.bench.serve import BenchConfig, _when_ready, arrivals, measured
 
 GAPS = (0.05, 0.02, 0.03, 0.04)
 
@@ -29,8 +29,8 @@ GAPS = (0.05, 0.02, 0.03, 0.04)
 class Scripted:
     """A server that notes when it sent each event."""
 
-    def __init__(self, chat: bool = False, fail_every: int = 0) -> None:
-        self.chat, self.fail_every = chat, fail_every
+    def __init__(self, chat: bool = False, fail_every: int = 0, routes: dict[str, Any] | None = None) -> None:
+        self.chat, self.fail_every, self.routes = chat, fail_every, routes or {}
         self.bodies: list[Any] = []
         self.sent: list[list[float]] = []
 
@@ -64,6 +64,8 @@ class Scripted:
         app.router.add_post("/v1/chat/completions", self.complete)
         app.router.add_get("/v1/models", _models)
         app.router.add_get("/server_info", _info)
+        for path, handler in self.routes.items():
+            app.router.add_get(path, handler)
         self.runner = web.AppRunner(app)
         await self.runner.setup()
         site = web.TCPSite(self.runner, "127.0.0.1", 0)
@@ -244,6 +246,23 @@ def test_a_server_that_is_not_there_is_one_sentence(
     said = capsys.readouterr().err
     assert said.startswith("waiting for http://127.0.0.1:9, 0.5 s at most: ClientConnectorError"), said
     assert said.count("waiting") == 1
+    begin = time.monotonic()
+    with pytest.raises(ArgumentError, match=r"no server listens at http://127.0.0.1:9, waited 0\.2 s \(--connect-time"):
+        command.bench_serve(["--port", "9", "--connect-timeout", "0.2"])
+    assert time.monotonic() - begin < 3.0
+
+
+def test_a_server_that_starts_is_waited_for() -> None:
+    async def ready(_: web.Request) -> web.Response:
+        phase = "weights" if time.monotonic() < begin + 0.6 else "serving"
+        return web.json_response({"phase": phase}, status=503 if phase == "weights" else 200)
+
+    async def run() -> str:
+        async with Scripted(routes={"/ready": ready}) as url, aiohttp.ClientSession() as session:
+            return await _when_ready(session, BenchConfig(base_url=url, connect_timeout=0.1, ready_timeout=10.0))
+
+    begin = time.monotonic()
+    assert asyncio.run(run()) == "scripted" and time.monotonic() - begin >= 0.6
 
 
 def test_the_client_imports_no_torch() -> None:
