@@ -42,7 +42,7 @@ async def start(front: Front, body: ChatRequest, kind: str, prompt: list[int], k
     tools = bool(body.tools) and body.tool_choice != "none"
     logprobs = (body.top_logprobs or 0) if body.logprobs else -1
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    parser = front.formats.parser(front.tokens, tools, body.skip_special_tokens is False)
+    parser = front.formats.parser(front.tokens, tools, body.skip_special_tokens is False, body.forced)
     grammar = await constraint_of(body, front, prompt)
     names = {"prompt": "messages", "logprobs": "top_logprobs"}
     names |= {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}

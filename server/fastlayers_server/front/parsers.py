@@ -192,16 +192,19 @@ class Marked(Splitter):
     reasoning : bool
     style : Style, optional
     keep_special : bool
+    forced : sequence of str
+        Functions of which the answer calls one, if it can be nothing but calls.
     """
 
     def __init__(
-        self, tokens: TokenText, prompt: Sequence[int], reasoning: bool, style: Style | None, keep_special: bool = False
-    ) -> None:
+        self, tokens: TokenText, prompt: Sequence[int], reasoning: bool, style: Style | None,
+        keep_special: bool = False, forced: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         markers = [THINK, UNTHINK] * reasoning
         if style is not None:
             markers += [style.begin, style.end, *style.wrappers]
         super().__init__(tokens, markers, keep_special)
-        self._style = style
+        self._style, self._forced = style, forced
         self._header = re.compile(style.header) if style else re.compile("")
         self._thinking = reasoning and thinks(tokens, prompt)
         self._call: Call | None = None
@@ -215,8 +218,15 @@ class Marked(Splitter):
         return "tool" if self._call is not None else "reasoning" if self._thinking else "content"
 
     def finish(self, text: str) -> list[Delta]:
-        """Take the rest."""
-        return [*super().finish(text), *self._close("")]
+        """Take the rest; where only calls can be, text is one that was cut, and told as soon as it can be but one."""
+        deltas = [*super().finish(text), *self._close("")]
+        begun = "".join(delta.text for delta in deltas if delta.kind == "content").lstrip()
+        begins = self._style.begins_with_name if self._style and begun else ""
+        fit = [name for name in self._forced if begins.replace("NAME", name).startswith(begun)]
+        if not begins or not fit:
+            return deltas
+        cut = [Delta("tool", "", self._calls, fit[0])] if len(fit) == 1 else []
+        return [*(delta for delta in deltas if delta.kind != "content"), *cut]
 
     def _piece(self, marker: str, text: str) -> list[Delta]:
         style = self._style
@@ -319,16 +329,19 @@ class Formats:
         return "harmony" in (self.reasoning, self.tools)
 
     def parser(
-        self, tokens: TokenText, wants_tools: bool, keep_special: bool
+        self, tokens: TokenText, wants_tools: bool, keep_special: bool, forced: Sequence[str] = ()
     ) -> Callable[[Sequence[int]], Parser] | None:
-        """Return what makes the parser of an answer to a prompt, or None where all of it is content."""
+        """Return what makes the parser of an answer to a prompt, or None where all of it is content.
+
+        ``forced``: functions of which the answer calls one, if it can be nothing but calls.
+        """
         if self.harmony:
             return lambda prompt: Harmony(tokens, prompt, keep_special)
         style = STYLES.get(self.tools) if wants_tools else None
         thinks = self.reasoning != "none"
         if not thinks and style is None:
             return None
-        return lambda prompt: Marked(tokens, prompt, thinks, style, keep_special)
+        return lambda prompt: Marked(tokens, prompt, thinks, style, keep_special, forced)
 
 
 def formats_of(tokens: TokenText, reasoning: str, tools: str) -> Formats:

@@ -318,6 +318,13 @@ class ChatRequest(Common, ChatPrompt):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
 
+    @property
+    def forced(self) -> list[str]:
+        """Names of the functions of which the answer calls one, if it must."""
+        if isinstance(self.tool_choice, NamedTool):
+            return [self.tool_choice.function.name]
+        return [tool.function.name for tool in self.tools or ()] if self.tool_choice == "required" else []
+
     @model_validator(mode="after")
     def _chat(self) -> ChatRequest:
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:

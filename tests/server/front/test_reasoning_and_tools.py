@@ -109,6 +109,21 @@ def test_tool_calls_come_in_order_with_their_arguments(which: str, request: pyte
 
 
 @BOTH
+def test_a_forced_call_that_is_cut_is_a_call(which: str, request: pytest.FixtureRequest) -> None:
+    """Wherever it is cut, and never content; of its name nothing is said while it may be another one."""
+    tokens: TokenText = request.getfixturevalue(which)
+    for forced, calls in (["weather"], CALLS.partition("\n<")[0]), (["weather", "time"], CALLS):
+        told, whole = set(), tokens.encode(calls, False)
+        for count in range(1, len(whole)):
+            text = tokens.decode(whole[:count])
+            parts = said(parts_of(tokens, Marked(tokens, [], True, STYLES["hermes"], forced=forced), text))
+            assert {kind for kind, _, _ in parts} <= {"tool"}, (text, parts)
+            assert CALLS.startswith(text) and (parts or (len(forced) > 1 and "weather" not in text)), text
+            told |= {name for _, name, _ in parts}
+        assert told == set(forced)
+
+
+@BOTH
 @pytest.mark.parametrize("body", ["no json", '{"nome": 1}', "", '{"name": 3, "arguments": {}}', "[" * 2000])
 def test_what_is_no_call_is_content(which: str, body: str, request: pytest.FixtureRequest) -> None:
     tokens: TokenText = request.getfixturevalue(which)

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 from fastlayers_server.front.responses import ResponsesRequest, as_chat
 
 from .harness import Server, script_of, serving
+from .test_constraints import GRAMMAR, Compiler, Recording
 from .test_reasoning_and_tools import CALLS, WEATHER, qwen  # noqa: F401
 from .wire import on_the_wire
 
@@ -47,6 +48,22 @@ def test_a_whole_response(server: Server) -> None:
     assert [item.status for item in short.output] == ["incomplete"]  # type: ignore[union-attr]
     cut = Response.model_validate(post(server, tools=TOOLS, max_output_tokens=24).json())
     assert [item.status for item in cut.output] == ["completed"] * (len(cut.output) - 1) + ["incomplete"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_that_is_cut_is_an_incomplete_item(qwen: Any, stream: bool) -> None:  # noqa: F811
+    forced: dict[str, Any] = {"tools": TOOLS, "tool_choice": {"type": "function", "name": "weather"}}
+    options: dict[str, Any] = {"features": GRAMMAR, "grammars": Compiler(), "tokens": qwen, "vocab_size": 520}
+    with serving(script_of(qwen, "</think>" + CALLS), **options) as it:
+        Recording(it)
+        for begun, arguments in ("", ""), (CALLS.partition("Bonn")[0], '{"city": "'):
+            most = 2 + len(qwen.encode(begun, False))
+            answer = post(it, **forced, max_output_tokens=most, stream=stream)
+            told = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+            found = Response.model_validate(told[-1]["response"] if stream else answer.json())
+            call: Any = found.output[-1]
+            assert found.status == "incomplete" and [item.type for item in found.output] == ["function_call"]
+            assert (call.name, call.status) == ("weather", "incomplete") and call.arguments.startswith(arguments)
 
 
 def test_a_stream_tells_what_the_whole_response_says(server: Server) -> None:
