@@ -37,6 +37,7 @@ GIVEN = {
     "reasoning_effort": "reasoning.effort",
     "max_completion_tokens": "max_output_tokens",
     "messages": "input",
+    "tool_call_id": "call_id",
 }
 
 

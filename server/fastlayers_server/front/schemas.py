@@ -307,6 +307,17 @@ class ChatPrompt(Model):
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None  # beside those of the template, which are there anyway
 
+    @model_validator(mode="after")
+    def _answers_calls(self) -> ChatPrompt:
+        called: set[str] = set()
+        for message in self.messages or ():
+            called.update(call.id for call in message.tool_calls or ())
+            given = message.tool_call_id
+            if given is not None and given not in called:
+                accepted = f"ids of calls before it: {sorted(called)}" if called else "none, there is no call before it"
+                raise bad("messages", f"tool_call_id {given[:80]!r} is unknown; accepted: {accepted[:400]}")
+        return self
+
 
 class ChatRequest(Common, ChatPrompt):
     """``POST /v1/chat/completions``."""

@@ -78,6 +78,7 @@ BAD_CHAT = [
     ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "invalid_value", "messages.0.role"),
     ({"messages": [{"role": "user"}]}, 400, "invalid_value", "messages"),
     ({"messages": [{"role": "user", "content": "x", "size": 1}]}, 400, "unknown_parameter", "messages.0.size"),
+    ({"messages": [*USER, {"role": "tool", "tool_call_id": "c", "content": "x"}]}, 400, "invalid_value", "messages"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, 400, "invalid_value", "max_tokens"),
     ({"top_logprobs": 2}, 400, "invalid_value", "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, 400, "invalid_value", "top_logprobs"),

@@ -187,6 +187,16 @@ def test_what_is_refused(server: Server, fields: Any, code: str, param: str) -> 
     assert response.status_code in (400, 404) and (error["code"], error["param"]) == (code, param)
 
 
+def test_an_output_names_a_call_before_it(server: Server) -> None:
+    call = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c2", "output": "rain"}
+    for items, accepted in ([call, output], "ids of calls before it: ['c1']"), ([output, call], "none, there is no"):
+        error = post(server, input=items, tools=TOOLS).json()["error"]
+        assert error["param"] == "input" and f"call_id 'c2' is unknown; accepted: {accepted}" in error["message"]
+        assert "tool_call_id" not in error["message"], "the client's own name"
+    assert post(server, input=[call, output | {"call_id": "c1"}], tools=TOOLS).status_code == 200
+
+
 def test_every_field_of_openai_has_a_verdict() -> None:
     from openai.types.responses.response_create_params import ResponseCreateParamsBase as Theirs
 
