@@ -28,21 +28,9 @@ import zmq
 from fastlayers.errors import ArgumentError
 from fastlayers.runtime.held_directory import make as make_folder
 from fastlayers.runtime.held_directory import release
+from fastlayers_server.engine import protocol as p
 from fastlayers_server.engine.child import REFUSED, Child, ChildThread, Make, build
 from fastlayers_server.engine.config import EngineConfig
-from fastlayers_server.engine.protocol import (
-    Beat,
-    Died,
-    EngineInfo,
-    FromEngine,
-    Output,
-    Shutdown,
-    StepOut,
-    Submit,
-    ToEngine,
-    encode,
-    from_engine,
-)
 
 log = logging.getLogger(__name__)
 RESTARTS, RESTART_SECONDS = 3, 600.0  # more deaths than so many in so long are the end
@@ -91,12 +79,9 @@ class EngineClient:
     def __init__(self, config: EngineConfig, command: Sequence[str] | None = None, make: Make | None = None) -> None:
         self.config, self.phase, self.epoch = config, "starting", 0
         self._make, self._command = make, list(command or command_of(config))
-        self._lock, self._delivering = threading.Lock(), threading.Lock()
-        self._live: set[int] = set()
-        self._early: list[ToEngine] = []  # what came before the engine was there
+        self._lock = threading.Lock()
         self._reason, self._refused, self._told = "", False, -1
-        self._gone = False  # from a death to the next engine
-        self._deliver_to: Callable[[FromEngine], None] = lambda message: None
+        self._deliver_to: Callable[[p.FromEngine], None] = lambda message: None
         self._context = zmq.Context()
         self._out: zmq.Socket[bytes] | None = None
         self._child: subprocess.Popen[bytes] | None = None
@@ -104,7 +89,7 @@ class EngineClient:
         self._stop_by: float | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self, deliver: Callable[[FromEngine], None]) -> None:
+    def start(self, deliver: Callable[[p.FromEngine], None]) -> None:
         """Begin to start the engine, and return.
 
         Parameters
@@ -133,32 +118,21 @@ class EngineClient:
         """Of the engine's process, or 0."""
         return self._child.pid if self._child is not None else 0
 
-    def submit(self, request: Submit) -> None:
-        """Hand over a request. Whatever happens, one terminal output of its rid is delivered."""
-        with self._lock:
-            gone = self._gone
-            if not gone:
-                self._live.add(request.rid)
-                self._hand_over(request)
-        if gone:  # of which this front has not heard yet: nobody waits for what the next engine would make of it
-            self._tell_end([request.rid])
+    def submit(self, request: p.Submit) -> None:
+        """Hand over a request."""
+        self.send(request)
 
-    def send(self, message: ToEngine) -> None:
-        """Hand over any other message."""
+    def send(self, message: p.ToEngine) -> None:
+        """Hand over a message. Where there is no engine, or none any more, its front hears, or heard, of a death."""
         with self._lock:
-            self._hand_over(message)
-
-    def _hand_over(self, message: ToEngine) -> None:
-        """Give a message to the engine, or keep it until there is one; under the lock."""
-        if self._out is None:
-            self._early.append(message)
-            return
-        try:
-            self._out.send(encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            if self._child is None or self._child.poll() is None:  # of one that is gone others will tell
-                log.error("the engine takes no messages; its process is killed")
-                self._kill()
+            if self._out is None:
+                return
+            try:
+                self._out.send(p.encode(message), zmq.NOBLOCK)
+            except zmq.Again:
+                if self._child is None or self._child.poll() is None:  # of one that is gone others will tell
+                    log.error("the engine takes no messages; its process is killed")
+                    self._kill()
 
     def shutdown(self, timeout: float = 0.0) -> None:
         """Refuse what comes from now on, let what runs and waits end for ``timeout`` seconds, then end the rest.
@@ -167,7 +141,7 @@ class EngineClient:
         """
         if self._stop_by is None:
             self._stop_by = time.monotonic() + timeout + 10.0
-            self.send(Shutdown(timeout))
+            self.send(p.Shutdown(timeout))
         if self._thread is not None:
             self._thread.join()
 
@@ -183,28 +157,6 @@ class EngineClient:
             if self._child is not None:
                 self._child.kill()
             self._thread.join(0.05)
-
-    def _deliver(self, message: FromEngine) -> None:
-        with self._delivering:
-            if isinstance(message, StepOut):
-                with self._lock:
-                    self._live.difference_update([output.rid for output in message.outputs if output.finish])
-            self._deliver_to(message)
-
-    def _tell_orphans(self) -> None:
-        """End everything that lives."""
-        with self._lock:  # at once: nobody is told their end, and computed by the next engine too
-            self._gone = True
-            self._early.clear()
-            left, self._live = sorted(self._live), set()
-        if left:
-            self._tell_end(left)
-
-    def _tell_end(self, rids: Sequence[int]) -> None:
-        """Tell requests that the engine is gone; whoever may come back is told of no restart where there is none."""
-        code = "draining" if self.phase == "dead" else "engine_restarting"
-        outputs = tuple(Output(rid, (), "error", code, self._reason) for rid in rids)
-        self._deliver(StepOut(self.epoch, outputs))
 
     def _supervise(self) -> None:
         deaths: deque[float] = deque(maxlen=RESTARTS + 1)
@@ -225,8 +177,7 @@ class EngineClient:
             again = self._stop_by is None and not in_vain
             self._reason = self._reason or f"the engine's process ended with {code}"
             self.phase = "starting" if again else "dead"
-            self._tell_orphans()
-            self._deliver(Died(self.epoch, self._reason, again))
+            self._deliver_to(p.Died(self.epoch, self._reason, again))
         if self._make is None:
             release(self._folder)
 
@@ -254,16 +205,16 @@ class EngineClient:
             while child.poll() is None:
                 if news.poll(100):
                     heard = time.monotonic()
-                    self._hear(from_engine.decode(news.recv()), out)
+                    self._hear(p.from_engine.decode(news.recv()), out)
                 elif time.monotonic() - heard > (silence := self._silence()):
                     self._kill(f"the engine said nothing for {silence:g} s")
                 if self._stop_by is not None and time.monotonic() > self._stop_by:
                     self._kill("the engine did not end in time")
-                elif self._stop_by is not None and self._child is not None and self._out is None and not self._live:
+                elif self._stop_by is not None and self._child is not None and self._out is None:
                     self._reason = "the server ended before the engine was there"
                     self._child.kill()  # a start that nobody waits for has nothing to finish
             while news.poll(50):
-                self._hear(from_engine.decode(news.recv()), out)
+                self._hear(p.from_engine.decode(news.recv()), out)
             return child.returncode
         finally:
             news.close(linger=0)
@@ -291,22 +242,21 @@ class EngineClient:
             log.error("the engine's process ended before it read its configuration")
         return child
 
-    def _hear(self, message: FromEngine, out: zmq.Socket[bytes]) -> None:
-        if isinstance(message, Died):
+    def _hear(self, message: p.FromEngine, out: zmq.Socket[bytes]) -> None:
+        if isinstance(message, p.Died):
             # Told when it is gone. Of several ranks the exit code is torchrun's, so what was said counts.
             self._reason, self._refused = message.reason, not message.restarting
             return
-        if isinstance(message, Beat):
+        if isinstance(message, p.Beat):
             self.phase = message.phase
             if message.tick_age > self.config.watchdog_timeout:
                 self._hung(message.tick, f"a step took longer than {self.config.watchdog_timeout:g} s")
-        self._deliver(message)
-        if isinstance(message, EngineInfo):
-            self.phase = "serving"
+        elif isinstance(message, p.EngineInfo):
             with self._lock:
-                self._out, self._gone, early, self._early = out, False, self._early, []
-                for each in early:
-                    self._hand_over(each)
+                self.phase, self._out = "serving", out
+            if self._stop_by is not None:  # said before there was anybody to hear it
+                self.send(p.Shutdown(0.0))
+        self._deliver_to(message)
 
     def _hung(self, tick: int, reason: str) -> None:
         if self._make is None:

@@ -4,8 +4,8 @@
     front ◄── StepOut, Stats, Reply, Beat, Died ─────── engine
 
 Every Submit is answered by outputs of its rid, of which exactly one is terminal (``finish`` is not empty), and by
-nothing after it. All messages are frozen msgspec structs; between processes they travel as msgpack over a zmq socket.
-Nothing here imports torch.
+nothing after it; or by the Died of its engine, with which all end that live. All messages are frozen msgspec structs;
+between processes they travel as msgpack over a zmq socket. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ class Forgotten(msgspec.Struct, frozen=True, tag="forgotten"):
 
 
 class Died(msgspec.Struct, frozen=True, tag="died"):
-    """The engine of this epoch is gone. Its live requests were given outputs before this."""
+    """The engine of this epoch is gone, and with it its live requests: this is the last that is said of them."""
 
     epoch: int
     reason: str

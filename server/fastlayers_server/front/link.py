@@ -10,21 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
-from fastlayers_server.engine.protocol import (
-    Abort,
-    Beat,
-    Control,
-    Died,
-    EngineInfo,
-    Forgotten,
-    FromEngine,
-    Grammar,
-    Output,
-    Reply,
-    Stats,
-    StepOut,
-    Submit,
-)
+from fastlayers_server.engine import protocol as p
 from fastlayers_server.front.errors import ApiError
 from fastlayers_server.stalls import Stalls
 
@@ -57,17 +43,17 @@ class Link:
     def __init__(self, client: EngineClient, watchdog: float = 30.0) -> None:
         self.client, self.watchdog = client, watchdog
         self.on_death: Callable[[str], None] = lambda reason: None
-        self.info: EngineInfo | None = None
-        self.stats: Stats | None = None
+        self.info: p.EngineInfo | None = None
+        self.stats: p.Stats | None = None
         # Said by /ready at once on a signal, and then acted on.
         self.leaving = self.draining = False
         self.death, self.was_ready = "", False
         self._rids = itertools.count(1)
         self._ids = itertools.count(1)
-        self._feeds: dict[int, Callable[[Output], None]] = {}
-        self._news: deque[Output] = deque()
+        self._feeds: dict[int, Callable[[p.Output], None]] = {}
+        self._news: deque[p.Output] = deque()
         self._next_turn: asyncio.Handle | None = None
-        self._answers: dict[int, asyncio.Future[Reply | Stats]] = {}
+        self._answers: dict[int, asyncio.Future[p.Reply | p.Stats]] = {}
         self.grammar_keys: set[str] = set()
         # When the engine was heard last, and what it said of its tick.
         self._beat: tuple[float, float] | None = None
@@ -82,7 +68,7 @@ class Link:
             return
         self._begun = True
 
-        def deliver(message: FromEngine) -> None:
+        def deliver(message: p.FromEngine) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._handle, message)
 
@@ -97,7 +83,7 @@ class Link:
         """Return a rid that was never used."""
         return next(self._rids)
 
-    def submit(self, request: Submit, feed: Callable[[Output], None]) -> None:
+    def submit(self, request: p.Submit, feed: Callable[[p.Output], None]) -> None:
         """Hand over a request, whose news ``feed`` takes; after a terminal one nothing follows."""
         self._feeds[request.rid] = feed
         self.client.submit(request)
@@ -106,15 +92,15 @@ class Link:
         """End requests; those that ended are left out. With "stop": a stop string was found."""
         live = [rid for rid in rids if rid in self._feeds]
         if live:
-            self.client.send(Abort(tuple(live), finish))
+            self.client.send(p.Abort(tuple(live), finish))
 
     def grammar(self, key: str, serialized: str) -> None:
         """Bring a compiled grammar, once a key and engine."""
         if key not in self.grammar_keys:
             self.grammar_keys.add(key)
-            self.client.send(Grammar(key, serialized))
+            self.client.send(p.Grammar(key, serialized))
 
-    async def control(self, what: str, timeout: float = 10.0) -> Reply | Stats:
+    async def control(self, what: str, timeout: float = 10.0) -> p.Reply | p.Stats:
         """Ask the engine something and return its answer.
 
         Raises
@@ -124,17 +110,17 @@ class Link:
         """
         self.check_ready(draining=True)
         number = next(self._ids)
-        answer: asyncio.Future[Reply | Stats] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[p.Reply | p.Stats] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
         try:
-            self.client.send(Control(number, what))
+            self.client.send(p.Control(number, what))
             return await asyncio.wait_for(answer, timeout)
         except TimeoutError as error:
             raise ApiError(504, f"the engine did not answer {what!r} within {timeout:g} s", "engine_timeout") from error
         finally:
             self._answers.pop(number, None)
 
-    def check_ready(self, draining: bool = False) -> EngineInfo:
+    def check_ready(self, draining: bool = False) -> p.EngineInfo:
         """Return what the engine is, or raise the 503 that says why requests are not taken."""
         phase = self.phase
         if phase == "serving" or (draining and phase == "draining"):
@@ -176,27 +162,27 @@ class Link:
             return f"degraded: {len(recent)} requests within a minute ended with logits that are not finite"
         return ""
 
-    def _handle(self, message: FromEngine) -> None:
-        if isinstance(message, StepOut):
+    def _handle(self, message: p.FromEngine) -> None:
+        if isinstance(message, p.StepOut):
             self.stalls.note("news", time.monotonic() - message.at if message.at else 0.0)
             self._feed_all()  # of the step before: there is more to write than turns for it
             self._news.extend(message.outputs)
             self._feed_some()
-        elif isinstance(message, Stats | Reply):
-            if isinstance(message, Stats):
+        elif isinstance(message, p.Stats | p.Reply):
+            if isinstance(message, p.Stats):
                 self.stats = message
             answer = self._answers.get(message.id)
             if answer is not None and not answer.done():
                 answer.set_result(message)
-        elif isinstance(message, Beat):
+        elif isinstance(message, p.Beat):
             self._beat = (time.monotonic(), message.tick_age)
-        elif isinstance(message, EngineInfo):
+        elif isinstance(message, p.EngineInfo):
             self.info, self._beat, self.was_ready = message, (time.monotonic(), 0.0), True
             self.grammar_keys.clear()
             self.started.set()
-        elif isinstance(message, Forgotten):
+        elif isinstance(message, p.Forgotten):
             self.grammar_keys.difference_update(message.keys)
-        elif isinstance(message, Died):
+        elif isinstance(message, p.Died):
             self._died(message)
 
     def _feed_some(self) -> None:
@@ -215,7 +201,7 @@ class Link:
         while self._news:
             self._output(self._news.popleft())
 
-    def _output(self, output: Output) -> None:
+    def _output(self, output: p.Output) -> None:
         feed = self._feeds.get(output.rid)
         if feed is None:
             return
@@ -232,14 +218,14 @@ class Link:
             log.error("rid %d: its output cannot be read", output.rid, exc_info=error)
             self.abort([output.rid])
             self._feeds.pop(output.rid, None)
-            feed(Output(output.rid, finish="error", code="internal_error", message="the output cannot be read"))
+            feed(p.Output(output.rid, finish="error", code="internal_error", message="the output cannot be read"))
 
-    def _died(self, message: Died) -> None:
+    def _died(self, message: p.Died) -> None:
         self._feed_all()
         self.info, self._beat, self._restarted = None, None, message.restarting
         code = "engine_restarting" if message.restarting else "draining"
         for rid in list(self._feeds):
-            self._output(Output(rid, finish="error", code=code, message="the engine ended"))
+            self._output(p.Output(rid, finish="error", code=code, message=message.reason))
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(ApiError(503, "the engine ended", code))

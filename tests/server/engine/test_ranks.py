@@ -221,7 +221,7 @@ def asked(front: Front) -> dict[int, list[int]]:
         (4, [4] * 5, p.Sampling(0.8, seed=5, frequency_penalty=0.7), 8),
     ):  # fmt: skip
         submit = p.Submit(rid, p.pack_ids(prompt), sampling, new, ignore_eos=True, logprobs=1 if rid == 1 else -1)
-        front.engine.submit(submit)
+        front.link.submit(submit, front.feed)
     for rid in (1, 2, 3, 4):
         assert front.end_of(rid).finish == "length", front.finished[rid]
     return {rid: front.ids[rid] for rid in (1, 2, 3, 4)}
