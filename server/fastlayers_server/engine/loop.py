@@ -22,24 +22,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
+from fastlayers_server.engine import protocol as p
 from fastlayers_server.engine.budget import Patience
 from fastlayers_server.engine.grammar import GrammarMasks
-from fastlayers_server.engine.protocol import (
-    CONTROLS,
-    Abort,
-    Control,
-    EngineInfo,
-    Forgotten,
-    FromEngine,
-    Grammar,
-    Output,
-    Reply,
-    Shutdown,
-    Stats,
-    StepOut,
-    Submit,
-    ToEngine,
-)
 from fastlayers_server.engine.request import ENDED, TickPlan, TickResult
 from fastlayers_server.engine.scheduler import Scheduler
 from fastlayers_server.engine.speculation import Speculation
@@ -121,9 +106,9 @@ class Engine:
         self,
         scheduler: Scheduler,
         executor: Executor,
-        deliver: Callable[[FromEngine], None] = lambda message: None,
+        deliver: Callable[[p.FromEngine], None] = lambda message: None,
         *,
-        info: EngineInfo | None = None,
+        info: p.EngineInfo | None = None,
         overlap: bool = True,
         grammars: GrammarMasks | None = None,
         drafts: Speculation | None = None,
@@ -137,7 +122,7 @@ class Engine:
         self.tick_started = 0.0
         self.ended: Callable[[], None] = lambda: None
         self.frozen: Callable[[int], list[int]] = lambda objects: [objects]
-        self._inbox: deque[ToEngine] = deque()
+        self._inbox: deque[p.ToEngine] = deque()
         self._arrived = threading.Event()
         self._stop_at: float | None = None
         self._pending: tuple[TickPlan, Step, float] | None = None
@@ -148,14 +133,14 @@ class Engine:
 
     # --- from other threads
 
-    def post(self, message: ToEngine) -> None:
+    def post(self, message: p.ToEngine) -> None:
         """Hand over a message."""
         self._inbox.append(message)
         self._arrived.set()
 
     # --- the engine's own thread
 
-    def begin(self, deliver: Callable[[FromEngine], None]) -> EngineInfo:
+    def begin(self, deliver: Callable[[p.FromEngine], None]) -> p.EngineInfo:
         """Tell a front what it must know of the model, and from now on everything."""
         assert self.info is not None
         self.deliver = deliver
@@ -308,7 +293,7 @@ class Engine:
         if outputs:
             told = tuple(outputs)
             outputs.clear()
-            self.deliver(StepOut(self.epoch, told, self.clock()))
+            self.deliver(p.StepOut(self.epoch, told, self.clock()))
         now = self.clock()
         if now - self._told_at >= STATS_SECONDS:
             self._told_at = now
@@ -321,27 +306,27 @@ class Engine:
             self._receive(self._inbox.popleft())
         self.tick_started = self.clock()
 
-    def _receive(self, message: ToEngine) -> None:
+    def _receive(self, message: p.ToEngine) -> None:
         scheduler, now = self.scheduler, self.clock()
-        if isinstance(message, Submit):
+        if isinstance(message, p.Submit):
             known = not message.grammar or (self.grammars is not None and self.grammars.known(message.grammar))
             if not known:
                 told = f"grammar {message.grammar!r} did not arrive, or was forgotten"
-                scheduler.outputs.append(Output(message.rid, (), "error", "grammar_lost", told))
+                scheduler.outputs.append(p.Output(message.rid, (), "error", "grammar_lost", told))
             else:
                 self._submit(message, now)
-        elif isinstance(message, Abort):
+        elif isinstance(message, p.Abort):
             scheduler.end(message.rids, now, message.finish)
-        elif isinstance(message, Shutdown):
+        elif isinstance(message, p.Shutdown):
             self._stop_at, scheduler.draining = now + message.timeout, True
-        elif isinstance(message, Grammar):
+        elif isinstance(message, p.Grammar):
             forgotten = self.grammars.add(message.key, message.serialized) if self.grammars is not None else ()
             if forgotten:
-                self.deliver(Forgotten(self.epoch, tuple(forgotten)))
+                self.deliver(p.Forgotten(self.epoch, tuple(forgotten)))
         else:
             self.deliver(self._control(message))
 
-    def _submit(self, message: Submit, now: float) -> None:
+    def _submit(self, message: p.Submit, now: float) -> None:
         """Take a request; what goes wrong with it alone ends it alone."""
         self._came = now
         scheduler = self.scheduler
@@ -356,9 +341,9 @@ class Engine:
             if message.rid in scheduler.live:
                 scheduler.end((message.rid,), now, "error", "internal_error", said)
             else:
-                scheduler.outputs.append(Output(message.rid, (), "error", "internal_error", said))
+                scheduler.outputs.append(p.Output(message.rid, (), "error", "internal_error", said))
 
-    def _control(self, message: Control) -> Stats | Reply:
+    def _control(self, message: p.Control) -> p.Stats | p.Reply:
         what, ok = message.what, True
         value: Any = None
         if what == "stats":
@@ -382,10 +367,10 @@ class Engine:
         elif what in ("drain", "resume"):
             self.scheduler.draining = what == "drain" or self._stop_at is not None
         else:
-            value, ok = f"{what!r} is not one of {', '.join(CONTROLS)}", False
-        return Reply(self.epoch, message.id, ok, value)
+            value, ok = f"{what!r} is not one of {', '.join(p.CONTROLS)}", False
+        return p.Reply(self.epoch, message.id, ok, value)
 
-    def stats(self, asked: int = 0) -> Stats:
+    def stats(self, asked: int = 0) -> p.Stats:
         """Return the gauges and totals."""
         scheduler, cache = self.scheduler, self.scheduler.cache
         counters = {name: dict(found) for name, found in scheduler.metrics.counters.items()}
@@ -394,7 +379,7 @@ class Engine:
         counters |= self.executor.counters()
         pages = {state: getattr(cache, state) for state in ("free", "private", "locked", "evictable")}
         running, queue = len(scheduler.running.requests), scheduler.queue
-        return Stats(
+        return p.Stats(
             self.epoch, scheduler.ticks, running, queue.count, queue.tokens, pages, counters,
             scheduler.metrics.histograms, asked,
         )  # fmt: skip
