@@ -134,14 +134,11 @@ class EngineClient:
                     log.error("the engine takes no messages; its process is killed")
                     self._kill()
 
-    def shutdown(self, timeout: float = 0.0) -> None:
-        """Refuse what comes from now on, let what runs and waits end for ``timeout`` seconds, then end the rest.
-
-        Requests that did not end get "draining". Returns when the engine is gone; may be called twice.
-        """
+    def shutdown(self) -> None:
+        """End the engine, and what runs and waits with "draining". Returns when it is gone; may be called twice."""
         if self._stop_by is None:
-            self._stop_by = time.monotonic() + timeout + 10.0
-            self.send(p.Shutdown(timeout))
+            self._stop_by = time.monotonic() + 10.0
+            self.send(p.Shutdown())
         if self._thread is not None:
             self._thread.join()
 
@@ -255,7 +252,7 @@ class EngineClient:
             with self._lock:
                 self.phase, self._out = "serving", out
             if self._stop_by is not None:  # said before there was anybody to hear it
-                self.send(p.Shutdown(0.0))
+                self.send(p.Shutdown())
         self._deliver_to(message)
 
     def _hung(self, tick: int, reason: str) -> None:

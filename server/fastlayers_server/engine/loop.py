@@ -124,7 +124,7 @@ class Engine:
         self.frozen: Callable[[int], list[int]] = lambda objects: [objects]
         self._inbox: deque[p.ToEngine] = deque()
         self._arrived = threading.Event()
-        self._stop_at: float | None = None
+        self._stopping = False
         self._pending: tuple[TickPlan, Step, float] | None = None
         self._told_at = 0.0
         self.patience, self._waited = Patience(), False
@@ -150,9 +150,7 @@ class Engine:
     def run(self) -> None:
         """Tick until a :class:`Shutdown`; what is left then ends with "draining"."""
         threading.Thread(target=self._read, name="engine-read", daemon=True).start()
-        while True:
-            if self._stop_at is not None and (self.scheduler.idle or self.clock() >= self._stop_at):
-                break
+        while not self._stopping:
             if self.scheduler.idle and self._pending is None and not self._inbox:
                 self._arrived.wait(STATS_SECONDS)
             self._arrived.clear()
@@ -318,7 +316,7 @@ class Engine:
         elif isinstance(message, p.Abort):
             scheduler.end(message.rids, now, message.finish)
         elif isinstance(message, p.Shutdown):
-            self._stop_at, scheduler.draining = now + message.timeout, True
+            self._stopping = scheduler.draining = True
         elif isinstance(message, p.Grammar):
             forgotten = self.grammars.add(message.key, message.serialized) if self.grammars is not None else ()
             if forgotten:
@@ -365,7 +363,7 @@ class Engine:
             except RuntimeError as error:
                 value, ok = str(error), False
         elif what in ("drain", "resume"):
-            self.scheduler.draining = what == "drain" or self._stop_at is not None
+            self.scheduler.draining = what == "drain" or self._stopping
         else:
             value, ok = f"{what!r} is not one of {', '.join(p.CONTROLS)}", False
         return p.Reply(self.epoch, message.id, ok, value)

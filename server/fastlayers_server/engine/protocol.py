@@ -173,9 +173,7 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    """Take nothing more, and end when all requests have ended, or after so many seconds; of the client's own."""
-
-    timeout: float
+    """Take nothing more, and end what runs and waits; of the client's own: a front drains before."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -114,7 +114,7 @@ def make_app(front: Front) -> ASGIApp:
         finally:
             watching.cancel()
             front.link.draining = True
-            await asyncio.to_thread(front.link.client.shutdown, 0.0)
+            await asyncio.to_thread(front.link.client.shutdown)
             thaw()
 
     async def on_page(request: Request) -> Response:

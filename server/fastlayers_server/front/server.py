@@ -225,7 +225,7 @@ class Runner(uvicorn.Server):
             await asyncio.sleep(0.02)
         if link.live:
             log.warning("%d requests did not end within %g s", link.live, config.shutdown_timeout)
-        await asyncio.to_thread(link.client.shutdown, 0.0)
+        await asyncio.to_thread(link.client.shutdown)
         # Let the last events leave before the sockets close.
         for _ in range(50):
             if not self.front.jobs:

@@ -305,15 +305,16 @@ def test_a_group_whose_prompts_are_spread_over_ranks(alone: dict[int, list[int]]
 def test_a_server_of_two_groups_and_a_lost_rank() -> None:
     ranks = Front("tiny", command=None, attn_dp_size=2, ep=2, no_freeze_gc=True, **SETTINGS)
     single = Front("tiny", in_process=True, **SETTINGS)
+    single.until(p.EngineInfo)
     info = ranks.until(p.EngineInfo)
     assert (info.max_running, info.num_pages) == (16, 128) and "prompt_logprobs" not in info.features
     for front in (single, ranks):
         for rid, prompt in enumerate(PROMPTS, 1):
-            front.engine.submit(submit(rid, list(prompt), 6, ignore_eos=True))
+            front.link.submit(submit(rid, list(prompt), 6, ignore_eos=True), front.feed)
         for rid in range(1, 6):
             assert front.end_of(rid).finish == "length", front.finished[rid]
     assert ranks.ids == single.ids
-    ranks.engine.submit(submit(9, [5, 6], 5, prompt_logprobs=1))
+    ranks.link.submit(submit(9, [5, 6], 5, prompt_logprobs=1), ranks.feed)
     assert ranks.end_of(9).code == "invalid_prompt"
     single.engine.shutdown()
     assert freezes(ranks)
@@ -327,7 +328,7 @@ def test_a_server_of_two_groups_and_a_lost_rank() -> None:
     assert ranks.until(p.EngineInfo).epoch == 2
     ranks.submit(11, 4)
     assert ranks.end_of(11).finish == "length"
-    ranks.engine.shutdown(timeout=20.0)
+    ranks.engine.shutdown()
 
 
 def test_what_groups_cannot_is_refused() -> None:

@@ -285,7 +285,7 @@ def test_controls_are_answered_while_requests_run(tmp_path: Path) -> None:
     bench.run()
     assert [bench.ids(rid) for rid in rids] == plain(model, rows, 40)
     folder.mkdir()
-    for message in (Control(0, "start_profile"), Shutdown(0.0)):
+    for message in (Control(0, "start_profile"), Shutdown()):
         bench.engine.post(message)
     bench.engine.run()
     assert (folder / "engine-0.json").is_file(), "whoever ends with a profile running writes it"

@@ -136,7 +136,7 @@ def test_what_comes_behind_a_shutdown_is_refused() -> None:
     world = Looped(limits, random.Random(0), overlap=True)
     first = world.submit([5, 6], 30, ignore_eos=True)
     world.tick()
-    world.engine.post(Shutdown(60.0))
+    world.engine.post(Shutdown())
     behind = [world.submit([5, 6], 4)]
     world.engine.post(Control(1, "resume"))
     behind += [world.submit([5, 6], 4)]

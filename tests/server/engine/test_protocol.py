@@ -28,7 +28,7 @@ TO = [
     p.Abort((1,), "stop"),
     p.Grammar("key", "{}"),
     p.Control(4, "explain"),
-    p.Shutdown(1.5),
+    p.Shutdown(),
 ]
 FROM = [
     p.StepOut(3, (p.Output(1, (4, 5), "stop", cached_tokens=16, logprobs=(p.TokenLogprobs(-0.5, ((4, -0.5),)),)),)),

@@ -235,6 +235,7 @@ SETTINGS: dict[str, Any] = dict(
 def test_tokens_of_two_ranks_and_a_lost_one() -> None:
     ranks = Front("tiny", command=None, tp=2, no_freeze_gc=True, **SETTINGS)
     alone = Front("tiny", in_process=True, **SETTINGS)
+    alone.until(p.EngineInfo)
     wanted = asked(alone)
     alone.engine.shutdown()
     assert ranks.until(p.EngineInfo).epoch == 1
@@ -255,7 +256,7 @@ def test_tokens_of_two_ranks_and_a_lost_one() -> None:
     ranks.submit(11, 4)
     assert ranks.end_of(11).finish == "length"
     workers = _children(ranks.engine.pid)
-    ranks.engine.shutdown(timeout=20.0)
+    ranks.engine.shutdown()
     gone(workers)
 
 

@@ -51,7 +51,7 @@ def test_what_backends_were_chosen_is_found_before_requests_come(monkeypatch: py
     engine = build(SMALL, lambda phase: None)
     explain, asked = fl.explain, []
     monkeypatch.setattr(fl, "explain", lambda model: (asked.append(model), explain(model))[1])
-    engine.post(Shutdown(0.0))
+    engine.post(Shutdown())
     engine.run()
     reading = [thread for thread in threading.enumerate() if thread.name == "engine-read"]
     for thread in reading:
