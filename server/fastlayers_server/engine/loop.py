@@ -341,12 +341,12 @@ class Engine:
             else:
                 scheduler.outputs.append(p.Output(message.rid, (), "error", "internal_error", said))
 
-    def _control(self, message: p.Control) -> p.Stats | p.Reply:
+    def _control(self, message: p.Control) -> p.Reply:
         what, ok = message.what, True
         value: Any = None
         if what == "stats":
-            return self.stats(message.id)
-        if what == "backends":
+            self.deliver(self.stats())
+        elif what == "backends":
             value = self.executor.backends()
         elif what == "explain":
             value = {"ticks": list(self.scheduler.history), "executor": self.executor.explain()}
@@ -368,7 +368,7 @@ class Engine:
             value, ok = f"{what!r} is not one of {', '.join(p.CONTROLS)}", False
         return p.Reply(self.epoch, message.id, ok, value)
 
-    def stats(self, asked: int = 0) -> p.Stats:
+    def stats(self) -> p.Stats:
         """Return the gauges and totals."""
         scheduler, cache = self.scheduler, self.scheduler.cache
         counters = {name: dict(found) for name, found in scheduler.metrics.counters.items()}
@@ -379,5 +379,5 @@ class Engine:
         running, queue = len(scheduler.running.requests), scheduler.queue
         return p.Stats(
             self.epoch, scheduler.ticks, running, queue.count, queue.tokens, pages, counters,
-            scheduler.metrics.histograms, asked,
+            scheduler.metrics.histograms,
         )  # fmt: skip

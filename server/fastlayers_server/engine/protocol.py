@@ -166,7 +166,7 @@ class Grammar(msgspec.Struct, frozen=True, tag="grammar"):
 
 
 class Control(msgspec.Struct, frozen=True, tag="control"):
-    """One of :data:`CONTROLS`; answered by a :class:`Reply` with the same id, except "stats": by a :class:`Stats`."""
+    """One of :data:`CONTROLS`; answered by a :class:`Reply` with the same id, "stats" by a :class:`Stats` before it."""
 
     id: int
     what: str
@@ -240,8 +240,6 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
         Name of :data:`COUNTERS` to {key: total}.
     histograms : mapping
         Name of :data:`HISTOGRAMS` to (counts of its buckets, not cumulative; sum of the values).
-    id : int
-        Of the Control that asked, or 0.
     """
 
     epoch: int
@@ -252,7 +250,6 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     pages: dict[str, int]
     counters: dict[str, dict[str, float]]
     histograms: dict[str, tuple[tuple[int, ...], float]]
-    id: int = 0
 
 
 class Reply(msgspec.Struct, frozen=True, tag="reply"):

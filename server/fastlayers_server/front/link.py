@@ -8,7 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastlayers_server.engine import protocol as p
 from fastlayers_server.front.errors import ApiError
@@ -53,7 +53,7 @@ class Link:
         self._feeds: dict[int, Callable[[p.Output], None]] = {}
         self._news: deque[p.Output] = deque()
         self._next_turn: asyncio.Handle | None = None
-        self._answers: dict[int, asyncio.Future[p.Reply | p.Stats]] = {}
+        self._answers: dict[int, asyncio.Future[p.Reply]] = {}
         self.grammar_keys: set[str] = set()
         # When the engine was heard last, and what it said of its tick.
         self._beat: tuple[float, float] | None = None
@@ -100,25 +100,28 @@ class Link:
             self.grammar_keys.add(key)
             self.client.send(p.Grammar(key, serialized))
 
-    async def control(self, what: str, timeout: float = 10.0) -> p.Reply | p.Stats:
+    async def control(self, what: str, timeout: float = 10.0) -> Any:
         """Ask the engine something and return its answer.
 
         Raises
         ------
         ApiError
-            504 if there is none in time, 503 if the engine is not there.
+            504 if there is none in time, 503 if the engine is not there, 409 if it refuses.
         """
         self.check_ready(draining=True)
         number = next(self._ids)
-        answer: asyncio.Future[p.Reply | p.Stats] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[p.Reply] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
         try:
             self.client.send(p.Control(number, what))
-            return await asyncio.wait_for(answer, timeout)
+            reply = await asyncio.wait_for(answer, timeout)
         except TimeoutError as error:
             raise ApiError(504, f"the engine did not answer {what!r} within {timeout:g} s", "engine_timeout") from error
         finally:
             self._answers.pop(number, None)
+        if not reply.ok:
+            raise ApiError(409, str(reply.value or f"the engine refuses {what!r}"), "refused_by_engine")
+        return reply.value
 
     def check_ready(self, draining: bool = False) -> p.EngineInfo:
         """Return what the engine is, or raise the 503 that says why requests are not taken."""
@@ -168,9 +171,9 @@ class Link:
             self._feed_all()  # of the step before: there is more to write than turns for it
             self._news.extend(message.outputs)
             self._feed_some()
-        elif isinstance(message, p.Stats | p.Reply):
-            if isinstance(message, p.Stats):
-                self.stats = message
+        elif isinstance(message, p.Stats):
+            self.stats = message
+        elif isinstance(message, p.Reply):
             answer = self._answers.get(message.id)
             if answer is not None and not answer.done():
                 answer.set_result(message)

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from fastlayers import __version__
-from fastlayers_server.engine.protocol import Output, Reply, Sampling, Submit, pack_ids
+from fastlayers_server.engine.protocol import Output, Sampling, Submit, pack_ids
 from fastlayers_server.front.answers import attended, document
 from fastlayers_server.front.chat import prompt_of
 from fastlayers_server.front.errors import ApiError, bad
@@ -121,18 +121,9 @@ async def server_info(request: Request, front: Front) -> Response:
     return document(facts)
 
 
-async def asked(front: Front, what: str, timeout: float = 10.0) -> Any:
-    """Return the engine's reply to a control; a refusal becomes 409."""
-    reply = await front.link.control(what, timeout)
-    assert isinstance(reply, Reply)
-    if not reply.ok:
-        raise ApiError(409, str(reply.value or f"the engine refuses {what!r}"), "refused_by_engine")
-    return reply.value
-
-
 async def explain(request: Request, front: Front) -> Response:
     """Tell why: the last ticks, buckets and step times; or what was chosen for every layer, and why not the others."""
-    value = await asked(front, request.url.path[1:])
+    value = await front.link.control(request.url.path[1:])
     if isinstance(value, dict):
         value["front"] = {"stalls": list(front.metrics.stalls.last)}
     return document(value)
@@ -140,7 +131,7 @@ async def explain(request: Request, front: Front) -> Response:
 
 async def freeze_gc(request: Request, front: Front) -> Response:
     """Keep what lives now out of the collector's work: in the engine, then here."""
-    engine = await asked(front, "freeze_gc")
+    engine = await front.link.control("freeze_gc")
     return document({"engine": engine, "front": freeze()})
 
 
@@ -150,7 +141,7 @@ async def control(request: Request, front: Front) -> Response:
     if what == "resume" and link.leaving:
         raise ApiError(409, "a signal ends this server; requests that it took now would not be finished", "draining")
     link.draining |= what == "drain"
-    value = await asked(front, what, timeout=60.0)
+    value = await front.link.control(what, timeout=60.0)
     link.draining &= what != "resume"
     return document({"done": what, "value": value, "live": link.live})
 

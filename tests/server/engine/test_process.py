@@ -280,9 +280,8 @@ def test_what_comes_before_a_front_knows_of_the_death_is_nobodys(model: str) -> 
         front.submit(3, 4)
         assert front.end_of(3).finish == "length", "and no word of the other one"
         front.engine.send(p.Control(1, "stats"))
-        while (stats := front.until(p.Stats)).id != 1:
-            pass
-        assert stats.running == 0 and front.ids[2] == []
+        front.until(p.Reply)
+        assert front.link.stats is not None and front.link.stats.running == 0 and front.ids[2] == []
     begin = time.monotonic()
     front.engine.shutdown()
     assert time.monotonic() - begin < 5.0, "nobody waits for that start"

@@ -221,11 +221,9 @@ def test_a_dead_engine_ends_its_requests_and_its_controls(restarting: bool, code
 
 
 def test_an_engine_that_does_not_answer_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastlayers_server.front import ops
-
     with serving() as server, monkeypatch.context() as patched:
         patched.setattr(server.front.link.client, "send", lambda message: None)
-        patched.setattr(ops.asked, "__defaults__", (0.1,))
+        patched.setattr(link_module.Link.control, "__defaults__", (0.1,))
         response = server.get("/explain")
         assert (response.status_code, response.json()["error"]["code"]) == (504, "engine_timeout")
         begin = time.monotonic()
