@@ -27,17 +27,16 @@ WHITESPACE = 24
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
 ANALYSIS, NEXT = (CHANNEL, "analysis", MESSAGE), ("<|end|>", "<|start|>", "assistant")
 FINAL, JSON_BODY = (CHANNEL, "final", MESSAGE), ("<|constrain|>", "json", MESSAGE)
-# Keywords of a schema that the grammar enforces, and those that only describe.
-ENFORCED = frozenset(
-    ("type", "properties", "required", "additionalProperties", "items", "prefixItems", "minItems", "maxItems",
-     "minLength", "maxLength", "pattern", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "enum", "const",
-     "anyOf", "oneOf", "allOf", "$ref", "$defs", "definitions", "minProperties", "maxProperties", "patternProperties",
-     "propertyNames", "unevaluatedProperties", "unevaluatedItems", "format")
-)  # fmt: skip
-DESCRIBING = frozenset(
-    ("title", "description", "default", "examples", "example", "$schema", "$id", "$comment", "deprecated", "readOnly",
-     "writeOnly")
-)  # fmt: skip
+# Keywords of a schema that the grammar enforces, by what they have: counts, a schema, several, named ones, or else; and
+# those that only describe.
+COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+ONE = ("items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems")
+LISTED, NAMED = ("anyOf", "oneOf", "allOf", "prefixItems"), ("properties", "$defs", "definitions", "patternProperties")
+OTHERS = ("type", "required", "pattern", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "enum", "const",
+          "$ref", "format")  # fmt: skip
+DESCRIBING = ("title", "description", "default", "examples", "example", "$schema", "$id", "$comment", "deprecated",
+              "readOnly", "writeOnly")  # fmt: skip
+KNOWN = frozenset((*COUNTS, *ONE, *LISTED, *NAMED, *OTHERS, *DESCRIBING))
 FORMATS = frozenset(
     ("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference",
      "uri-template", "json-pointer", "relative-json-pointer")
@@ -235,26 +234,20 @@ def check_schema(schema: Any, path: str, depth: int = 0) -> None:
         raise refuse(path, f"nested deeper than {MAX_DEPTH}")
     for name, value in schema.items():
         where = f"{path}.{name}"
-        if name not in ENFORCED and name not in DESCRIBING:
+        if name not in KNOWN:
             raise refuse(where, "this keyword is not supported, and constraints are never dropped")
         if name == "$ref" and not str(value).startswith("#"):
             raise refuse(where, "only local references (#/…) are resolved")
         if name == "format" and value not in FORMATS:
             raise refuse(where, f"format {value!r} is not supported; accepted: {', '.join(sorted(FORMATS))}")
-        if name in ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"):
-            if not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
-                raise refuse(where, f"given {value!r}; accepted: 0 to {MAX_COUNT}")
-        elif name == "pattern":
+        if name in COUNTS and (not isinstance(value, int) or not 0 <= value <= MAX_COUNT):
+            raise refuse(where, f"given {value!r}; accepted: 0 to {MAX_COUNT}")
+        if name == "pattern":
             _check_counts(str(value), path.partition(".")[0])
-        elif name in ("properties", "$defs", "definitions", "patternProperties"):
-            if not isinstance(value, dict):
-                raise refuse(where, "it maps names to schemas")
-            for key, inner in value.items():
+        elif name in NAMED or name in LISTED:
+            if not isinstance(value, dict if name in NAMED else list):
+                raise refuse(where, "it maps names to schemas" if name in NAMED else "it is a list of schemas")
+            for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
                 check_schema(inner, f"{where}.{key}", depth + 1)
-        elif name in ("anyOf", "oneOf", "allOf", "prefixItems"):
-            if not isinstance(value, list):
-                raise refuse(where, "it is a list of schemas")
-            for at, inner in enumerate(value):
-                check_schema(inner, f"{where}.{at}", depth + 1)
-        elif name in ("items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems"):
+        elif name in ONE:
             check_schema(value, where, depth + 1)
