@@ -8,10 +8,10 @@ again; none outlives the front, whose process is FRONT.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import threading
 import time
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -30,14 +30,18 @@ def command_of(config: EngineConfig) -> list[str]:
     return launcher(config.tp * config.attn_dp_size, "fastlayers_server.parallel.child")
 
 
-def _end_with(front: int) -> None:
-    """End this process when the front or torchrun is gone: either may be killed without a word."""
+def _end_with(front: int, folder: str) -> None:
+    """End this process when the front, whose folder goes with it, or torchrun is gone: either may be killed."""
     launcher = os.getppid()
-    with suppress(ProcessLookupError):
-        while os.getppid() == launcher:
-            with suppress(PermissionError):
-                os.kill(front, 0)
-            time.sleep(LOOK_SECONDS)
+    while os.getppid() == launcher:
+        try:
+            os.kill(front, 0)
+        except ProcessLookupError:
+            shutil.rmtree(folder, ignore_errors=True)
+            break
+        except PermissionError:  # somebody else's, but there
+            pass
+        time.sleep(LOOK_SECONDS)
     os._exit(1)
 
 
@@ -46,7 +50,7 @@ def main() -> int:
     import torch.distributed as dist
 
     end_with_launcher()
-    threading.Thread(target=_end_with, args=(int(sys.argv[3]),), name="rank-watch", daemon=True).start()
+    threading.Thread(target=_end_with, args=(int(sys.argv[3]), sys.argv[1]), name="rank-watch", daemon=True).start()
     store, rank, _ = next(dist.rendezvous("env://"))
     if rank == 0:
         given = sys.stdin.buffer.read()

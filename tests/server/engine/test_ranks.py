@@ -18,6 +18,7 @@ from fastlayers.errors import ArgumentError, CollectiveMismatch
 from fastlayers_server.engine import protocol as p
 from fastlayers_server.engine.request import ENDED, Chunk, Request, TickPlan
 from fastlayers_server.parallel import channel, follower
+from fastlayers_server.parallel import child as parallel_child
 from fastlayers_server.parallel.frames import Mirror, encode
 from fastlayers_server.parallel.leader import Leader
 from fastlayers_server.serve_config import parse
@@ -190,6 +191,27 @@ from fastlayers_server.ranks import _ask_all
 signal.signal(signal.SIGUSR1, _ask_all)
 subprocess.Popen([sys.executable, "-c", {RANK!r}]).wait()
 """
+
+
+@pytest.mark.parametrize("front", [True, False])
+def test_a_rank_ends_with_its_front_and_its_folder(
+    front: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With torchrun, too; then the front starts others, which meet in the same folder."""
+    folder, parents = tmp_path / "sockets", iter([7, 7, 8])
+    folder.mkdir()
+
+    def kill(pid: int, number: int) -> None:
+        if not front:
+            raise ProcessLookupError
+
+    monkeypatch.setattr(parallel_child.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(parallel_child.os, "kill", kill)
+    monkeypatch.setattr(parallel_child.os, "_exit", sys.exit)
+    monkeypatch.setattr(parallel_child, "LOOK_SECONDS", 0.0)
+    with pytest.raises(SystemExit):
+        parallel_child._end_with(99, str(folder))
+    assert folder.exists() == front
 
 
 def test_a_rank_that_stands_still_ends_with_its_launcher() -> None:
