@@ -115,8 +115,6 @@ class TorchExecutor:
     ----------
     model : CausalLM
     config : SchedulerConfig
-    max_extend_tokens : int
-        Most new tokens of a tick's extend.
     cuda_graph : "auto" or bool
     graphs : CudaGraphs, optional
         See :class:`fastlayers_models.step.ModelStep`.
