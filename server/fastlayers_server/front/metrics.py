@@ -7,14 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
+from prometheus_client import CollectorRegistry, Counter, Histogram, core, generate_latest
 from prometheus_client.registry import Collector
 
 from fastlayers_server.engine.protocol import COUNTERS, HISTOGRAMS, SECONDS, Output, Stats
@@ -125,14 +118,14 @@ class Metrics(Collector):
         """Return the metrics as Prometheus reads them."""
         return generate_latest(self.registry)
 
-    def describe(self) -> Iterable[Metric]:
+    def describe(self) -> Iterable[core.Metric]:
         """Names are not checked for collisions at registration: what is there depends on the engine."""
         return []
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[core.Metric]:
         """Yield every family, and the aliases."""
         about = "Of the front's loop, collector, news"
-        stood = family_of(CounterMetricFamily, "front_stalls", about, "where", self.stalls.counts)
+        stood = family_of(core.CounterMetricFamily, "front_stalls", about, "where", self.stalls.counts)
         for family in (*self._own.collect(), stood, *self._engine()):
             # When a series began is a second gauge for each, which nobody reads.
             family.samples = [s for s in family.samples if not s.name.endswith("_created")]
@@ -142,8 +135,8 @@ class Metrics(Collector):
                 if theirs and self._compat in (prefix, "both"):
                     yield self._alias(family, prefix, theirs)
 
-    def _alias(self, family: Metric, prefix: str, name: str) -> Metric:
-        alias = Metric(f"{prefix}:{name}", family.documentation, family.type)
+    def _alias(self, family: core.Metric, prefix: str, name: str) -> core.Metric:
+        alias = core.Metric(f"{prefix}:{name}", family.documentation, family.type)
         keep, called = LABELS.get(name, ("", ""))
         sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
         for sample in family.samples:
@@ -157,16 +150,16 @@ class Metrics(Collector):
             alias.add_sample(alias.name + suffix, dict(pairs), value)
         return alias
 
-    def _engine(self) -> Iterator[Metric]:
+    def _engine(self) -> Iterator[core.Metric]:
         link = self.link
         if link is None:
             return
-        yield GaugeMetricFamily("fastlayers_ready", "1 while requests are taken", link.phase == "serving")
+        yield core.GaugeMetricFamily("fastlayers_ready", "1 while requests are taken", link.phase == "serving")
         if link.info is not None:
             about = {"model": self._model, "model_type": link.info.model_type, "device": link.info.device}
-            yield InfoMetricFamily("fastlayers_engine", "What runs", about)
+            yield core.InfoMetricFamily("fastlayers_engine", "What runs", about)
             took = link.info.startup_seconds
-            yield family_of(GaugeMetricFamily, "startup_seconds", "Of each phase", "phase", took)
+            yield family_of(core.GaugeMetricFamily, "startup_seconds", "Of each phase", "phase", took)
         if link.stats is not None:
             yield from of_stats(link.stats)
 
@@ -179,7 +172,7 @@ def family_of(kind: Any, name: str, text: str, label: str, values: Mapping[str, 
     return made
 
 
-def of_stats(stats: Stats) -> Iterator[Metric]:
+def of_stats(stats: Stats) -> Iterator[core.Metric]:
     """Yield the families of an engine's Stats."""
     gauges = {
         "requests_running": ("Requests with a slot", stats.running),
@@ -187,21 +180,21 @@ def of_stats(stats: Stats) -> Iterator[Metric]:
         "waiting_tokens": ("Prompt tokens of the waiting ones", stats.waiting_tokens),
     }
     for name, (text, value) in gauges.items():
-        yield GaugeMetricFamily(f"fastlayers_{name}", text, value)
-    yield family_of(GaugeMetricFamily, "pages", "Pages of the cache", "state", stats.pages)
+        yield core.GaugeMetricFamily(f"fastlayers_{name}", text, value)
+    yield family_of(core.GaugeMetricFamily, "pages", "Pages of the cache", "state", stats.pages)
     used = stats.pages.get("private", 0) + stats.pages.get("locked", 0)
     usage = used / max(1, sum(stats.pages.values()))
-    yield GaugeMetricFamily("fastlayers_kv_usage_ratio", "Share of pages that requests hold", usage)
+    yield core.GaugeMetricFamily("fastlayers_kv_usage_ratio", "Share of pages that requests hold", usage)
     for name, label in COUNTERS.items():
         text, totals = "Since the engine's start", stats.counters.get(name, {})
         if label:
-            yield family_of(CounterMetricFamily, name, text, label, totals)
+            yield family_of(core.CounterMetricFamily, name, text, label, totals)
         else:
-            yield CounterMetricFamily(f"fastlayers_{name}", text, totals.get("", 0.0))
+            yield core.CounterMetricFamily(f"fastlayers_{name}", text, totals.get("", 0.0))
     for name, bounds in HISTOGRAMS.items():
         counts, total = stats.histograms.get(name, ((0,) * (len(bounds) + 1), 0.0))
         running, buckets = 0, []
         for bound, count in zip((*map(str, bounds), "+Inf"), counts, strict=True):
             running += count
             buckets.append((bound, running))
-        yield HistogramMetricFamily(f"fastlayers_{name}", "Of the engine", buckets, total)
+        yield core.HistogramMetricFamily(f"fastlayers_{name}", "Of the engine", buckets, total)
