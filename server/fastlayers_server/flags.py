@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from fastlayers.errors import ArgumentError
@@ -14,10 +15,16 @@ T = TypeVar("T")
 
 def flag(
     default: Any, text: str, *aliases: str, choices: Sequence[str] = (), within: tuple[float, float] | None = None,
-    secret: bool = False,
+    secret: bool = False, words: Mapping[str, str] | None = None,
 ) -> Any:  # fmt: skip
-    """Return a field that is a flag; a tuple is repeatable or comma separated, a secret is never shown."""
-    facts = {"help": text, "aliases": aliases, "choices": tuple(choices), "within": within, "secret": secret}
+    """Return a field that is a flag; a tuple is repeatable or comma separated, a secret is never shown.
+
+    ``words``: what peers say for some of the choices.
+    """
+    facts = {
+        "help": text, "aliases": aliases, "choices": tuple(choices), "within": within, "secret": secret,
+        "words": dict(words or {}),
+    }  # fmt: skip
     return dataclasses.field(default=default, repr=not secret, metadata=facts)
 
 
@@ -52,12 +59,19 @@ def parser_of(kind: type, prog: str, description: str, positional: str = "") -> 
         shown = "" if facts["secret"] or default == "" else f" (default: {default})"
         repeat: dict[str, Any] = {"action": "append"} if isinstance(field.default, tuple) else {}
         choices = facts["choices"] or None
+        read: Any = str if repeat else type(field.default)
+        if facts["words"]:
+            read = partial(_ours, facts["words"])
         made.add_argument(
-            *spelled, dest=name, type=str if repeat else type(field.default), default=None, choices=choices,
+            *spelled, dest=name, type=read, default=None, choices=choices,
             metavar=None if choices else name.rpartition("_")[2].upper(),
             help=(facts["help"] + shown).replace("%", "%%"), **repeat,
         )  # fmt: skip
     return made
+
+
+def _ours(words: Mapping[str, str], text: str) -> str:
+    return words.get(text, text)
 
 
 def given_values(
@@ -105,6 +119,8 @@ def _typed(field: Any, who: str, value: Any) -> Any:
     if type(value) is not type(field.default):
         raise ArgumentError(who, spelled, repr(value), f"a {type(field.default).__name__}")
     choices, within = field.metadata["choices"], field.metadata["within"]
+    if isinstance(value, str):
+        value = _ours(field.metadata["words"], value)
     if choices and value not in choices:
         raise ArgumentError(who, spelled, repr(value), ", ".join(choices))
     if within and not within[0] <= value <= within[1]:

@@ -351,6 +351,11 @@ def test_flags_of_peers_are_understood() -> None:
         (["--mem-fraction-static", "0.8"], "gpu_memory_utilization", 0.84),
         (["--model-path", "x"], "model", "x"),
         (["x"], "model", "x"),
+        (["--dtype", "bfloat16"], "dtype", "bf16"),
+        (["--dtype=half"], "dtype", "fp16"),
+        (["--kv-cache-dtype", "fp8"], "kv_cache_dtype", "e4m3"),
+        (["--kv-cache-dtype=fp8_e4m3"], "kv_cache_dtype", "e4m3"),
+        (["--kv-cache-dtype", "bfloat16"], "kv_cache_dtype", "bf16"),
         (["--served-model-name", "a,b", "--served-model-name", "c"], "served_model_name", ("a", "b", "c")),
     ):
         assert getattr(parse(given)[0], name) == value, given
@@ -370,6 +375,8 @@ def test_flags_that_we_lack_say_why(name: str) -> None:
         (["--port", "x"], "invalid int value"),
         (["--port", "70000"], "0 to 65535"),
         (["--load-format", "pt"], "invalid choice"),
+        (["--kv-cache-dtype", "fp8_e5m2"], "invalid choice: 'fp8_e5m2'"),
+        (["--dtype", "fp8"], "invalid choice: 'fp8'"),
         (["a", "--model", "b"], "the same as MODEL"),
         (["--cors-origin", "*"], "one by one"),
         (["--host", ""], "0.0.0.0 for everybody"),

@@ -9,6 +9,8 @@ import msgspec
 from fastlayers.errors import ArgumentError
 from fastlayers_server.flags import flag
 
+# What vLLM and SGLang call our dtypes.
+PEERS_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 LEAST = 16  # prompt tokens of a step with rows at least, however many these are
 
 
@@ -101,12 +103,12 @@ class EngineConfig:
     model: str = flag("tiny", "checkpoint directory, a name on the Hugging Face hub, or 'tiny', the one that ships", "--model-path")  # fmt: skip  # noqa: E501
     load_format: str = flag("safetensors", "dummy: random weights, for benchmarks", choices=("safetensors", "dummy"))
     device: str = flag("", "cpu, cuda, cuda:1; default: a GPU if there is one")
-    dtype: str = flag("auto", "auto: the checkpoint's", choices=("auto", "bf16", "fp16", "fp32"))
+    dtype: str = flag("auto", "auto: the checkpoint's", choices=("auto", "bf16", "fp16", "fp32"), words=PEERS_DTYPES)
     tp: int = flag(1, "ranks that share each attention layer", "--tensor-parallel-size", "--tp-size", "-tp")
     attn_dp_size: int = flag(1, "attention groups, each with requests and a cache of its own")
     ep: int = flag(1, "groups that split the experts; a divisor of tp * attn_dp_size", "--ep-size")
     max_model_len: int = flag(0, "longest prompt and answer together; 0: the model's", "--context-length", within=(0, 2**31))  # fmt: skip  # noqa: E501
-    kv_cache_dtype: str = flag("auto", "of cached keys and values; auto: the weights'", choices=("auto", "bf16", "fp16", "fp32", "e4m3"))  # fmt: skip  # noqa: E501
+    kv_cache_dtype: str = flag("auto", "of cached keys and values; auto: the weights'", choices=("auto", "bf16", "fp16", "fp32", "e4m3"), words=PEERS_DTYPES | {"fp8": "e4m3", "fp8_e4m3": "e4m3"})  # fmt: skip  # noqa: E501
     fp8_math: bool = flag(False, "latent attention over an e4m3 cache may round queries and softmax weights to e4m3, too")  # fmt: skip  # noqa: E501
     page_size: int = flag(64, "tokens of a cache page", "--block-size", within=(1, 128))
     num_pages: int = flag(0, "pages of the cache; 0: what the memory holds", within=(0, 2**31))
