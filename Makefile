@@ -11,7 +11,8 @@ CPU_BUILD := $(shell [ "$$(uname -sm)" = "Linux x86_64" ] && [ ! -e /dev/nvidia0
 	! command -v nvidia-smi >/dev/null && echo +cpu)
 # What pip installs as torch: another version, or a requirement with pip options such as an index of CPU builds.
 TORCH ?= torch==2.13.0$(CPU_BUILD)
-WORKERS ?= 2
+# Of two processors: a third of what tests of servers and of ranks take is waiting for processes and for clocks.
+WORKERS ?= 3
 TESTS ?= tests
 ARGS ?=
 SOURCE ?=
