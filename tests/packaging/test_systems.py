@@ -96,6 +96,35 @@ def test_what_a_row_names_exists(row: System) -> None:
     assert missing == []
 
 
+def gpu_tests(row: System) -> Iterator[str]:
+    """Yield the files of a row's tests that are marked for a GPU."""
+    for test in row.tests:
+        file, _, name = test.partition("::")
+        for node in ast.parse((REPO / "tests" / file).read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name == name:
+                if any("mark.gpu" in ast.unparse(each) for each in node.decorator_list):
+                    yield f"tests/{file}"
+            elif isinstance(node, ast.Assign) and re.match(r"pytestmark = .*mark\.gpu", ast.unparse(node)):
+                yield f"tests/{file}"
+
+
+def test_a_run_of_tests_that_is_evidence_passed_and_ran_those_of_the_row() -> None:
+    rows = [row for row in ROWS if "gpu_suite_h200.json" in row.evidence and row.state == "done"]
+    found = json.loads((RESULTS / "gpu_suite_h200.json").read_text())
+    ran = re.findall(r"tests/\S+\.py", found["command"])  # none: all of them
+    for row in rows:
+        wanted = set(gpu_tests(row))
+        assert wanted and found["failed"] == found["error"] == 0, row.item
+        assert not ran or wanted <= set(ran), f"{row.item}: {sorted(wanted - set(ran))} were not in that run"
+
+
+def test_an_ablation_that_is_evidence_has_a_ratio() -> None:
+    lines = [json.loads(line) for line in (RESULTS / "ablation_h200.jsonl").read_text().splitlines() if line]
+    for row in ROWS:
+        for word in re.findall(r"`ablation_h200\.jsonl#([^`]+)`", row.evidence):
+            assert any("ratio" in line for line in lines if word in line.get("what", "")), f"{row.item}: {word}"
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row.item))
 def test_a_state_has_something_behind_it(row: System) -> None:
     reason = re.fullmatch(r"none: (.+)", row.evidence)
