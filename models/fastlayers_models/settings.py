@@ -250,4 +250,11 @@ def read_quantization(owner: str, config: Mapping[str, Any]) -> QuantSpec:
     given = config.get("quantization_config")
     if given is not None and not isinstance(given, Mapping):
         raise ArgumentError(owner, "quantization_config", shown(given), "an object with quant_method, or none")
-    return QuantSpec.from_config(given)
+    spec = QuantSpec.from_config(given)
+    if spec.format == "fp8_block" and given is not None:  # whose inputs have a scale a group, found at each call
+        for key, wanted in (("activation_scheme", "dynamic"), ("fmt", "e4m3")):
+            if given.get(key) not in (None, wanted):
+                raise ArgumentError(
+                    owner, f"quantization_config.{key}", shown(given[key]), f"{wanted!r}, or no such key"
+                )
+    return spec

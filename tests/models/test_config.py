@@ -327,6 +327,18 @@ def test_number_formats_are_read_or_refused(format: dict[str, Any], folders: dic
     assert isinstance(found, CheckpointError) == (format["quant_method"] not in ("int8", "mxfp4")), found
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "accepted"),
+    [("activation_scheme", "static", "'dynamic', or no such key"), ("fmt", "e5m2", "'e4m3', or no such key")],
+)  # fmt: skip
+def test_blocks_whose_inputs_or_codes_are_said_to_be_others_are_refused(key: str, value: str, accepted: str) -> None:
+    said = {"quantization_config": FP8 | {"activation_scheme": "dynamic", "fmt": "e4m3"}}
+    assert not isinstance(read("llama", config_of("llama") | said), Exception)
+    said["quantization_config"][key] = value
+    message = str(read("llama", config_of("llama") | said))
+    assert f"quantization_config.{key} is {value!r}; accepted: {accepted}" in message
+
+
 NESTED = "[" * 200 + "]" * 200
 UNREADABLE = {
     "nested": '{"model_type": "llama", "rope_scaling": ' + NESTED + "}",
