@@ -23,8 +23,8 @@ from triton.runtime import interpreter
 
 
 def hasten() -> None:
-    """Have the interpreter keep these things, if it is of the version whose source was read."""
-    if triton.__version__.split(".")[:2] != ["3", "6"]:
+    """Have the interpreter keep these things, if it is of the version whose source was read and does not yet."""
+    if triton.__version__.split(".")[:2] != ["3", "6"] or interpreter._patch_attr is _patch_attr:
         return
     interpreter._patch_lang = _wrapped_once(interpreter._patch_lang)
     interpreter._patch_builtin = _wrap

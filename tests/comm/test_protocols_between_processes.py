@@ -28,6 +28,12 @@ from fastlayers.comm import triton_exchange, triton_push, triton_signals, triton
 from fastlayers.comm.symmetric import Arena
 from fastlayers.testing.world import Rank, world
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from quick_interpreter import hasten
+
+if env.triton_interpret():  # in the ranks, too, which load this file alone
+    hasten()
+
 pytestmark = pytest.mark.skipif(not env.triton_interpret(), reason="needs TRITON_INTERPRET=1 without a GPU")
 HIDDEN, SLOTS, EXPERTS, TOP_K = 16, 3, 4, 2
 MODULES = {"push": triton_push, "exchange": triton_exchange, "tokens": triton_tokens}
