@@ -19,6 +19,7 @@ rounding       what stock transformers is told
                each 128 values of a row
 ``fp8-weights``  the same weights, inputs as they are
 ``fp8-kv``     keys and values (of MLA: latents) in e4m3 where they enter its cache
+``fp8-inputs``  of a checkpoint in FP8 blocks: the inputs of its coded linears in e4m3, as above
 =============  ========================================================================================
 
 MXFP4 has no row: its weights are exact in bf16, so the model is the checkpoint. fp32 has the floor: KL grows with the
@@ -43,6 +44,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from fastlayers.quant.spec import QuantSpec
+from fastlayers.quant.weight_only_config import WEIGHT_ONLY
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.convert import convert_to_fp8_block, dequantize_checkpoint
 from fastlayers_server.hugging_face import load_hugging_face
@@ -99,7 +101,7 @@ class Yardstick:
     def __init__(self, path: Path, texts: Sequence[Sequence[int]], device: torch.device) -> None:
         self._folders = tempfile.TemporaryDirectory(prefix="fastlayers-yardstick-")
         format = QuantSpec.from_config(Checkpoint(path).config.get("quantization_config")).format
-        self.path, self.texts, self.device = path, [list(ids) for ids in texts], device
+        self.path, self.texts, self.device, self._coded = path, [list(ids) for ids in texts], device, path
         if format not in ("none", "mxfp4"):
             self.path = Path(self._folders.name) / "fp32"
             dequantize_checkpoint(path, self.path, torch.float32)
@@ -129,13 +131,27 @@ class Yardstick:
             return _Stock(self.path, torch.bfloat16, self.device)
         if rounding == "fp8-kv":
             return _Stock(self.path, torch.float32, self.device, cache=True)
+        if rounding == "fp8-inputs":
+            return _Stock(self.path, torch.float32, self.device, inputs=_coded_linears(self._coded))
         packed, plain = Path(self._folders.name) / "fp8", Path(self._folders.name) / "fp8-fp32"
         if not plain.exists():
             convert_to_fp8_block(self.path, packed, include_ragged=True)
             dequantize_checkpoint(packed, plain, torch.float32)
-        suffix = ".weight_scale_inv"
-        names = {name.removesuffix(suffix) for name in Checkpoint(packed).names() if name.endswith(suffix)}
-        return _Stock(plain, torch.float32, self.device, inputs=names if rounding == "fp8-block" else set())
+        names = _coded_linears(packed) if rounding == "fp8-block" else set()
+        return _Stock(plain, torch.float32, self.device, inputs=names)
+
+
+def own_roundings(path: Path) -> tuple[Rounding, ...] | None:
+    """Return what our models round of a checkpoint's own format, beside its weights; ``None``: no bound counts that."""
+    spec = QuantSpec.from_config(Checkpoint(path).config.get("quantization_config"))
+    if spec.format == "fp8_block" and spec.block_size[1] == GROUP:
+        return ("fp8-inputs",)
+    return () if spec.format in ("none", "mxfp4", *WEIGHT_ONLY) else None
+
+
+def _coded_linears(path: Path) -> set[str]:
+    suffix = ".weight_scale_inv"
+    return {name.removesuffix(suffix) for name in Checkpoint(path).names() if name.endswith(suffix)}
 
 
 class _Stock:

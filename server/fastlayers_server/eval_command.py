@@ -102,6 +102,9 @@ def register(
             err.print(f"{name}: not run, {why}", highlight=False)
         for name, why in failed.items():
             err.print(f"error: {name}: {why}", highlight=False)
+        for score in scores:
+            if score.kl_mean is not None and score.within is None and VARIANTS[score.variant].roundings is not None:
+                err.print(f"{score.variant}: not judged, no bound counts what the checkpoint's format rounds")
         beyond = [score for score in scores if score.within is False]
         for score in beyond:
             err.print(f"{'error: ' if check else ''}{score.variant}: {_beyond(score)}", highlight=False)

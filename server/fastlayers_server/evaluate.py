@@ -18,11 +18,11 @@ import fastlayers
 from fastlayers.errors import ArgumentError, CheckpointError, FastlayersError
 from fastlayers.layer import Layer
 from fastlayers.tuning.provenance import provenance
-from fastlayers_server.divergence import Divergence, Yardstick
+from fastlayers_server.divergence import Divergence, Yardstick, own_roundings
 from fastlayers_server.hard_tasks import HARD_PROBLEMS, Conversation, hard_problems
 from fastlayers_server.hugging_face import chat_ids, template_ids, tokenizer_of
 from fastlayers_server.tasks import Problem, held_out_problems, stories
-from fastlayers_server.variants import Runner, Variant
+from fastlayers_server.variants import FastlayersRunner, Rounding, Runner, Variant
 
 BATCH = 50
 MAX_ANSWER = 24
@@ -116,9 +116,8 @@ def evaluate(
             right = sum(text == problem.answer for text, problem in zip(given, problems, strict=True))
             hard = [holds_conversation(runner.logits, tokenizer, chat) for chat in chats]
             perplexity, far = _read(runner, texts, yardstick)
-            bound = (
-                (None, None) if yardstick is None or variant.roundings is None else yardstick.bound(variant.roundings)
-            )
+            roundings = _roundings(variant, runner, path)
+            bound = (None, None) if yardstick is None or roundings is None else yardstick.bound(roundings)
         except (FastlayersError, OSError, ValueError, RuntimeError) as error:
             if omit is None:
                 raise
@@ -136,6 +135,14 @@ def evaluate(
             )
         )  # fmt: skip
     return scores
+
+
+def _roundings(variant: Variant, runner: Runner, path: Path) -> tuple[Rounding, ...] | None:
+    """Return a variant's roundings with those of the checkpoint's format, which our models compute in."""
+    if variant.roundings is None or not isinstance(runner, FastlayersRunner) or variant.formats:
+        return variant.roundings
+    own = own_roundings(path)
+    return None if own is None else variant.roundings + own
 
 
 def _yardstick(path: Path, texts: Sequence[Sequence[int]], device: torch.device) -> Yardstick:

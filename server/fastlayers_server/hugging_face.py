@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fastlayers.errors import CheckpointError
+from fastlayers_models.checkpoint import CONFIG, read_json
 
 
 def reason_of(error: Exception) -> str:
@@ -22,8 +23,10 @@ def load_hugging_face(path: Path, dtype: torch.dtype, device: torch.device) -> A
     Raises
     ------
     CheckpointError
-        transformers cannot read it; whatever it raised is named.
+        transformers cannot read it; whatever it raised is named. Or it would take int8 codes for weights.
     """
+    if (read_json(path / CONFIG).get("quantization_config") or {}).get("quant_method") == "int8":
+        raise CheckpointError(f"{path}: int8, which transformers does not know: it takes the codes for weights")
     import transformers
     from transformers.utils import logging
 

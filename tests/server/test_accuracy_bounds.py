@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from fastlayers_models.convert import convert_to_fp8_block
+from fastlayers.errors import CheckpointError
+from fastlayers_models.convert import convert_checkpoint, convert_to_fp8_block
 from fastlayers_models.find import TINY, assets
-from fastlayers_server import divergence, tasks
+from fastlayers_server import divergence, evaluate, tasks
 from fastlayers_server.divergence import Divergence, Yardstick
-from fastlayers_server.hugging_face import tokenizer_of
+from fastlayers_server.hugging_face import load_hugging_face, tokenizer_of
 from fastlayers_server.variants import BF16, E4M3, FP32, VARIANTS, FastlayersRunner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
@@ -170,3 +171,27 @@ def test_divergence_is_that_of_its_definition() -> None:
     first = 0.5 * torch.tensor(2.0).log().item() - 0.25 * torch.tensor(2.0).log().item()
     assert found.mean == pytest.approx(first / 2) and found.p99 == pytest.approx(0.99 * first)
     assert found.top1 == 0.5
+
+
+def test_a_checkpoint_in_fp8_is_judged_by_what_its_format_rounds(fp8: Callable[[str], Path], tmp_path: Path) -> None:
+    """Its inputs are in e4m3 as well, which the bound of bf16 or fp32 alone leaves out."""
+    folder = fp8("deepseek_v3")
+    assert divergence.own_roundings(folder) == ("fp8-inputs",) and divergence.own_roundings(PATHS["deepseek_v3"]) == ()
+    tokenizer = tokenizer_of(folder)
+    stick = Yardstick(folder, [tokenizer(text)["input_ids"] for text in tasks.stories("held_out", 14)], CPU)
+    runner = FastlayersRunner(folder, FP32, CPU)
+    far, (mean, p99) = (
+        stick.of(runner.logits),
+        stick.bound(evaluate._roundings(VARIANTS["fastlayers-fp32"], runner, folder)),
+    )
+    assert stick.bound(())[0] < far.mean <= mean and far.p99 <= p99
+    wrong = edited(folder, tmp_path / "wrong", block_doubled("model.layers.0.self_attn.o_proj"))
+    assert stick.of(FastlayersRunner(wrong, FP32, CPU).logits).mean > mean
+
+
+def test_int8_is_not_judged_and_not_given_to_transformers(tmp_path: Path) -> None:
+    folder = tmp_path / "int8"
+    convert_checkpoint(PATHS["deepseek_v3"], folder, "int8")
+    assert divergence.own_roundings(folder) is None
+    with pytest.raises(CheckpointError, match="int8, which transformers does not know: it takes the codes for weights"):
+        load_hugging_face(folder, FP32, CPU)
