@@ -60,6 +60,23 @@ def to_e4m3(x):
         return tl.where(x == x, clamped, x).to(tl.float8e4nv)
 
 
+@triton.jit
+def e4m3_to_fp16(x):
+    """Return e4m3 ``x`` as fp16, exactly, where it is: not as each product that reads it would like to have it.
+
+    Triton moves a conversion of its own behind the copy into a product's layout; a tile that two products read is then
+    converted twice, byte by byte, and no longer loaded ahead.
+    """
+    if INTERPRET:
+        return x.to(tl.float16)
+    else:
+        return tl.inline_asm_elementwise(
+            "{.reg .b16 low, high; mov.b32 {low, high}, $2;"
+            " cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high;}",
+            "=r,=r,r", [x], dtype=tl.float16, is_pure=False, pack=4,
+        )  # fmt: skip
+
+
 # By device, as found once.
 _DEPENDENT: dict[torch.device, dict[str, bool]] = {}
 

@@ -28,6 +28,7 @@ BUILDS = [] if env.triton_interpret() else builds()
 # Bytes a thread that ptxas spills although registers are left, or (exchange) with the 128 that 16 warps leave.
 KNOWN_SPILLS = {
     "_exchange_kernel-exchange-8-scattergather": 20,
+    "_decode_kernel-mla-deepseek_tp8_decode-tree-256": 4,
     "_linear_kernel-linear-N=24576,K=4096,bfloat16_bfloat16,T=2": 8,
     "_linear_kernel-linear-N=24576,K=1536,float16_float16,T=2": 8,
 }
@@ -56,6 +57,23 @@ def test_what_rounds_each_product_has_no_fused_multiplication(name: str) -> None
     for build in of_this:
         ptx = compiled_for(build).asm["ptx"]
         assert "mul.rn" in ptx and "fma." not in ptx, build.name
+
+
+E4M3_LATENTS = [
+    build for build in BUILDS
+    if build.kernel.__name__ == "_decode_kernel" and ".mla." in build.kernel.__module__
+    and build.constexprs["BLOCK_M"] == 16 and "fp8e4nv" in str(build.signature)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("build", E4M3_LATENTS, ids=lambda build: build.name)
+def test_e4m3_latents_are_loaded_ahead_and_converted_once(build: KernelBuild) -> None:
+    found = compiled_for(build)
+    sizes, threads = build.constexprs, 32 * build.num_warps
+    pairs = sizes["BLOCK_N"] * (sizes["RANK"] + sizes["ROPE"]) // 2
+    assert found.asm["ptx"].count("cvt.rn.f16x2.e4m3x2") == pairs // threads
+    loop = found.asm["ttgir"].partition("scf.for")[2]
+    assert "async_copy_global_to_local" in loop and "tt.load %latent" not in loop
 
 
 @pytest.mark.parametrize(

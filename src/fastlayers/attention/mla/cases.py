@@ -62,6 +62,8 @@ def _prefill(
     return Case(name, _config(heads, dims, 64, dtype, None, "extend"), shape, small)
 
 
+_UNEVEN = (9000, *(1 + 37 * i for i in range(50)))
+
 CASES = (
     _decode("decode_page16", 4, _TINY, 16, _BF16, (45, 1, 17)),
     _decode("decode_page1_fp32", 3, _TINY, 1, _FP32, (21, 5), replanned=True),
@@ -109,6 +111,9 @@ CASES = (
     _decode("deepseek_fp32", 16, _REAL, 64, _FP32, (1500, 40), small=False),
     _decode("deepseek_single", 1, _REAL, 64, _BF16, (8192,), small=False),
     _decode("deepseek_many", 16, _REAL, 64, _BF16, tuple(64 + 7 * i for i in reversed(range(200))), small=False),
+    _decode("deepseek_uneven", 16, _REAL, 64, _BF16, _UNEVEN, bucket=64, small=False),
+    _decode("deepseek_uneven_e4m3", 16, _REAL, 64, _BF16, _UNEVEN, kv_dtype=_E4M3, bucket=64, small=False),
+    _decode("deepseek_uneven_dp", 128, _REAL, 64, _BF16, _UNEVEN, small=False),
     _decode("deepseek_verify", 16, _REAL, 64, _BF16, (1024, 300, 77), query_lens=(4, 4, 4), small=False),
     _decode("deepseek_extend", 128, _REAL, 64, _BF16, (2000, 70), query_lens=(65, 33), starts=(3, 40), small=False),
     _decode("deepseek_ragged", 128, _REAL, 64, _BF16, (700, 5, 330), query_lens=(140, 1, 30), small=False),

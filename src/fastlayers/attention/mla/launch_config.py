@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 
 from fastlayers.errors import check_keys
-from fastlayers.integers import cdiv
+from fastlayers.integers import cdiv, next_power_of_2
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,7 @@ _DECODE_16BIT = (
 _DECODE_16BIT_DIRECT = (*_DECODE_16BIT[:-1], LaunchConfig(64, 32, 8, 3, per_sm=1))
 # Converting e4m3 takes registers: a tile of 64 query rows would spill.
 _DECODE_E4M3 = (LaunchConfig(16, 32, 8, 3), LaunchConfig(32, 32, 8, 2))
-# Four warps are faster; with fp16 they would spill.
-_DECODE_PAGED_E4M3 = {
-    torch.bfloat16: (LaunchConfig(16, 32, 4, 3), LaunchConfig(32, 32, 8, 2)),
-    torch.float16: _DECODE_E4M3,
-}
+_DECODE_PAGED_E4M3 = (LaunchConfig(16, 32, 4, 3), LaunchConfig(32, 32, 8, 2))
 # fp32 has no tensor-core product that keeps 24 bits: multiply-adds, small tiles.
 _DECODE_FP32 = (LaunchConfig(16, 16, 8, 1),)
 
@@ -67,6 +63,14 @@ NOMINAL_SM_COUNT = 132
 MAX_SPLITS = 64
 # Fewest cached rows worth a split, and what more are multiples of.
 SPLIT_ROWS = 64
+# From so many requests on lengths settle the splits; a request longer than so many times the mean has no more of them.
+MANY_REQUESTS = 8
+UNEVEN = 8
+# Partial results of so many rows (of 2 KiB) at most.
+PARTIAL_ROWS = 65536
+# Kernels for fewer requests are the same. A warp's: what it adds up goes through no shared memory; the next larger one
+# as large as a program, with which the kernel does not spill.
+REQUEST_BLOCKS = (32, 128)
 # Splits that the reduction loads at once.
 REDUCE_BLOCK = 8
 
@@ -85,7 +89,7 @@ def decode_config(
     if dtype == torch.float32:
         table = _DECODE_FP32
     elif paged:
-        table = _DECODE_PAGED_E4M3[dtype] if e4m3 else _DECODE_PAGED_LAST if direct and causal else _DECODE_PAGED
+        table = _DECODE_PAGED_E4M3 if e4m3 else _DECODE_PAGED_LAST if direct and causal else _DECODE_PAGED
     elif e4m3:
         table = _DECODE_E4M3
     else:
@@ -118,6 +122,18 @@ def num_splits(programs: int, max_seq_len: int, config: LaunchConfig, sm_count: 
     return splits
 
 
+def uneven_splits(usual: int, requests: int, rows: int, max_seq_len: int, config: LaunchConfig) -> int:
+    """Return how many splits the longest request may have where each has as many as its length is worth.
+
+    Requests of a batch differ in length, so that the longest one alone would keep its few programs busy long after all
+    others; the more requests, the fewer programs each has. A function of host bounds, as :func:`num_splits`: how long
+    they are, kernels read. ``rows``: query rows of all requests; their partial results go through memory.
+    """
+    if requests < MANY_REQUESTS:
+        return usual
+    return min(MAX_SPLITS, UNEVEN * usual, max_seq_len // config.split_rows, PARTIAL_ROWS // rows)
+
+
 # What a tuned table may set, in this order: tile sizes, warps, stages, and for decode the programs a multiprocessor
 # that splits aim at.
 KNOBS = ("block_m", "block_n", "num_warps", "num_stages", "per_sm")
@@ -143,17 +159,22 @@ def tuned(chosen: LaunchConfig, knobs: Sequence[int], page_size: int) -> LaunchC
 def decode_launch(
     rows: int, requests: int, max_query_len: int, max_seq_len: int, dtype: torch.dtype, kv_dtype: torch.dtype,
     page_size: int, knobs: tuple[int, ...], sm_count: int,
-) -> tuple[LaunchConfig, int, int]:  # fmt: skip
-    """Return a decode launch's configuration, its blocks of rows a request, and its splits; see :func:`num_splits`.
+) -> tuple[LaunchConfig, int, int, int, int]:  # fmt: skip
+    """Return a decode launch's configuration, blocks of rows a request, splits: usual, at most, and by whose lengths.
 
-    ``rows``: query rows of a request, heads × the most new tokens.
+    ``rows``: query rows of a request, heads × the most new tokens. The last: a power of two that holds all requests,
+    whose lengths settle their splits (see :func:`uneven_splits`); 0: each has the usual ones (:func:`num_splits`).
     """
     config = tuned(decode_config(rows, dtype, kv_dtype, page_size), knobs, page_size)
     row_blocks = cdiv(rows, config.block_m)
-    splits = num_splits(requests * row_blocks, max_seq_len, config, sm_count)
-    if splits == 1:
+    usual = num_splits(requests * row_blocks, max_seq_len, config, sm_count)
+    most = uneven_splits(usual, requests, requests * rows, max_seq_len, config)
+    if most >= 2 * usual:
+        block = next((size for size in REQUEST_BLOCKS if requests <= size), next_power_of_2(requests))
+        return config, row_blocks, usual, most, block
+    if usual == 1:
         config = tuned(decode_config(rows, dtype, kv_dtype, page_size, True, max_query_len > 1), knobs, page_size)
-    return config, row_blocks, splits
+    return config, row_blocks, usual, usual, 0
 
 
 def decode_candidates(rows: int, dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int) -> list[dict[str, int]]:
@@ -167,6 +188,8 @@ def decode_candidates(rows: int, dtype: torch.dtype, kv_dtype: torch.dtype, page
             shapes = ((64, 64, 8, 2), (64, 32, 8, 3))
         elif rows > 16:
             shapes = ((32, 64, 8, 2), (32, 32, 8, 3), (32, 32, 8, 2))
+        elif e4m3:
+            shapes = ((16, 32, 4, 3), (16, 64, 8, 2), (16, 64, 8, 3), (16, 32, 8, 3))
         else:
             shapes = ((16, 64, 4, 2), (16, 64, 8, 2), (16, 64, 8, 3), (16, 32, 4, 3))
         for block_m, block_n, warps, stages in shapes:

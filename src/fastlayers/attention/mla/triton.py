@@ -2,7 +2,8 @@
 
     decode    one program = (request, block of M query rows, split of the cached rows); a query row is a pair
               (new token, head), so few heads with several new tokens fill a tile as well as many heads do.
-              Each cached row is loaded once and used as key and as value.
+              Each cached row is loaded once and used as key and as value. From eight requests on a request has as many
+              splits as its length is worth, which each program finds out from all lengths.
     reduce    adds the splits of a row in ascending order: no atomics, same bits every time.
     prefill   one program = (request, head, block of M query tokens); blocks below the diagonal run unmasked.
 
@@ -36,13 +37,21 @@ from fastlayers.device import as_device
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
-from fastlayers.triton_lang import await_inputs, cast, dependent_launch, dot, release_dependents, to_e4m3
+from fastlayers.triton_lang import await_inputs, cast, dependent_launch, dot, e4m3_to_fp16, release_dependents, to_e4m3
 
 LOG2_E = 1.4426950408889634
 E4M3_BLOCK = 1024
 # Where a running maximum starts: finite, so that no difference is -inf - -inf, and below every score.
 LOWEST = tl.constexpr(-1e30)
 LN_2 = tl.constexpr(0.6931471805599453)
+# In fp16: a row's largest query lies at this one's reciprocal or above, below twice as much; a softmax weight of 1 is
+# that large; and below this nothing is told from 0.
+QUERY_UNIT = tl.constexpr(2.0**-14)
+WEIGHT_UNIT = tl.constexpr(2.0**14)
+SMALLEST = tl.constexpr(2.0**-100)
+AT_ONCE = tl.constexpr(8)
+# More than all parts of a launch.
+PARTS = tl.constexpr(1 << 16)
 
 
 @triton.jit
@@ -57,25 +66,84 @@ def _natural_lse(highest, total):
     return tl.where(total > 0.0, (highest + tl.log2(_or_one(total))) * LN_2, float("-inf"))
 
 
-@kernel(do_not_specialize=("splits", "num_rows"))
-def _decode_kernel(
-    q_ptr, cache_ptr, table_ptr, starts_ptr, cu_ptr, positions_ptr, lens_ptr, tree_ptr, o_ptr, lse_ptr,
-    q_stride_t, q_stride_h, page_stride, row_stride, table_stride, scale, splits, num_rows,
-    HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, ROW_BLOCKS: tl.constexpr,
-    CAUSAL: tl.constexpr, TREE: tl.constexpr, DIRECT: tl.constexpr, AHEAD: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def _in_fp16(latent, rope):
+    """Return a row's queries in fp16, their largest below 2^15, and what they are multiples of: a power of two.
+
+    What bf16 holds is exact in fp16 down to 2^-29 of the row's largest; below that it counts multiples of 2^-39.
+    """
+    latent, rope = latent.to(tl.float32), rope.to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(latent), axis=1), tl.max(tl.abs(rope), axis=1))
+    # The power of two at or below it: its bits without the mantissa.
+    power = (tl.maximum(largest, SMALLEST).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    unit = power * QUERY_UNIT
+    times = (1.0 / unit)[:, None]
+    return (latent * times).to(tl.float16), (rope * times).to(tl.float16), unit
+
+
+@triton.jit
+def _part_of(
+    slot, lens_ptr, starts_ptr, requests, wanted, splits, REQUESTS: tl.constexpr, BLOCK_N: tl.constexpr,
+    LEAST: tl.constexpr,
 ):  # fmt: skip
+    """Return whose part a program computes, the how manieth, its length, and how many its request has.
+
+    All parts are alike long, ``wanted`` a request in the mean; one of a request with more than ``splits`` is longer.
+    Programs that are left over get a request that does not exist.
+    """
+    every = tl.arange(0, REQUESTS)
+    real = every < requests
+    first = tl.load(starts_ptr + every, mask=real, other=0) // BLOCK_N * BLOCK_N
+    keys = tl.where(real, tl.maximum(tl.load(lens_ptr + every, mask=real, other=0) - first, 1), 0)
+    usual = tl.maximum(tl.cdiv(tl.sum(keys, axis=0), requests * wanted), LEAST)
+    part = tl.cdiv(tl.maximum(tl.cdiv(keys, splits), usual), BLOCK_N) * BLOCK_N
+    parts = tl.cdiv(keys, part)
+    last = tl.cumsum(parts, axis=0)
+    # Of the requests whose parts are all in front: how many, and how many parts. There are at most 64 parts each.
+    before = tl.max(tl.where(last <= slot, (every + 1) * PARTS + last, 0), axis=0)
+    request, gone = before // PARTS, before % PARTS
+    # The same for this request alone: one more load instead of two more sums over all.
+    known = request < requests
+    first = tl.load(starts_ptr + request, mask=known, other=0) // BLOCK_N * BLOCK_N
+    keys = tl.maximum(tl.load(lens_ptr + request, mask=known, other=0) - first, 1)
+    part = tl.cdiv(tl.maximum(tl.cdiv(keys, splits), usual), BLOCK_N) * BLOCK_N
+    return request, slot - gone, part, tl.cdiv(keys, part)
+
+
+@kernel(do_not_specialize=("splits", "wanted", "requests", "num_rows"))
+def _decode_kernel(
+    q_ptr, cache_ptr, table_ptr, starts_ptr, cu_ptr, positions_ptr, lens_ptr, tree_ptr, o_ptr, lse_ptr, parts_ptr,
+    q_stride_t, q_stride_h, page_stride, row_stride, table_stride, scale, splits, wanted, requests, num_rows,
+    HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, ROW_BLOCKS: tl.constexpr,
+    CAUSAL: tl.constexpr, TREE: tl.constexpr, DIRECT: tl.constexpr, REQUESTS: tl.constexpr, LEAST: tl.constexpr,
+    AHEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """``REQUESTS``: a power of two that holds all requests, whose keys are shared out by their lengths; or 0."""
     # Whether a tile lies inside one page: then one entry of the page table serves it.
     ONE_PAGE: tl.constexpr = PAGE % BLOCK_N == 0
+    # e4m3 is fp16 by one conversion of two values, which is exact; bf16 would take four.
+    AS_FP16: tl.constexpr = (
+        (cache_ptr.dtype.element_ty == tl.float8e4nv) & (q_ptr.dtype.element_ty != tl.float32) & (BLOCK_M <= 16)
+    )
     await_inputs(PDL)
     release_dependents(PDL)
-    request, block, split = tl.program_id(0) // ROW_BLOCKS, tl.program_id(0) % ROW_BLOCKS, tl.program_id(1)
+    block = tl.program_id(0) % ROW_BLOCKS
+    if REQUESTS:
+        request, split, part, parts = _part_of(
+            tl.program_id(0) // ROW_BLOCKS, lens_ptr, starts_ptr, requests, wanted, splits, REQUESTS, BLOCK_N, LEAST
+        )
+        if request >= requests:
+            return
+    else:
+        request, split = tl.program_id(0) // ROW_BLOCKS, tl.program_id(1)
     first_token = tl.load(cu_ptr + request)
     rows = (tl.load(cu_ptr + request + 1) - first_token) * HEADS
     if block * BLOCK_M >= rows:
         return
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
     real = row < rows
+    if REQUESTS:
+        tl.store(parts_ptr + first_token.to(tl.int64) * HEADS + row, parts, mask=real & (split == 0))
     token, head = (first_token + row // HEADS).to(tl.int64), row % HEADS
     if TREE:
         # Cached rows stand in the order of the tokens, and positions follow the paths.
@@ -89,21 +157,30 @@ def _decode_kernel(
     if ONE_PAGE:
         low = start // BLOCK_N * BLOCK_N
     if not DIRECT:
-        part = tl.cdiv(tl.cdiv(tl.maximum(end - low, 0), splits), BLOCK_N) * BLOCK_N
+        if not REQUESTS:
+            part = tl.cdiv(tl.cdiv(tl.maximum(end - low, 0), splits), BLOCK_N) * BLOCK_N
         low += split * part
         high = tl.minimum(low + part, end)
     limit = tl.minimum(position + 1, high)
 
     latent_column, rope_column, column = tl.arange(0, RANK), tl.arange(0, ROPE), tl.arange(0, BLOCK_N)
+    at_once = latent_column
+    if AS_FP16:
+        # Eight values a thread are the 16 bytes that it stores as fp16; more would meet in shared memory's banks.
+        at_once = tl.max_contiguous(latent_column, AT_ONCE)
     q_row = q_ptr + token * q_stride_t + head * q_stride_h
     q_latent = tl.load(q_row[:, None] + latent_column[None, :], mask=real[:, None], other=0.0)
     q_rope = tl.load(q_row[:, None] + RANK + rope_column[None, :], mask=real[:, None], other=0.0)
+    factor = scale
+    if AS_FP16:
+        q_latent, q_rope, unit = _in_fp16(q_latent, q_rope)
+        factor = (unit * scale)[:, None]
     highest = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, RANK], tl.float32)
     table = table_ptr + request * table_stride
     if ONE_PAGE:
-        latent_at = column[:, None] * row_stride + latent_column[None, :]
+        latent_at = column[:, None] * row_stride + at_once[None, :]
         rope_at = column[:, None] * row_stride + RANK + rope_column[None, :]
         page = tl.load(table + low // PAGE, mask=low < high, other=0)
     elif AHEAD:
@@ -126,9 +203,12 @@ def _decode_kernel(
                 page = tl.load(table + (key + BLOCK_N) // PAGE, mask=key + BLOCK_N < high, other=0)
             latent = tl.load(rows_at[:, None] + latent_column[None, :], mask=inside[:, None], other=0.0)
             rope = tl.load(rows_at[:, None] + RANK + rope_column[None, :], mask=inside[:, None], other=0.0)
-        latent, rope = latent.to(q_latent.dtype), rope.to(q_latent.dtype)
+        if AS_FP16:
+            latent, rope = e4m3_to_fp16(latent), e4m3_to_fp16(rope)
+        else:
+            latent, rope = latent.to(q_latent.dtype), rope.to(q_latent.dtype)
         score = dot(q_latent, tl.trans(latent), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
-        score = dot(q_rope, tl.trans(rope), score) * scale
+        score = dot(q_rope, tl.trans(rope), score) * factor
         if CAUSAL:
             seen = key[None, :] < limit[:, None]
             if TREE:
@@ -143,6 +223,8 @@ def _decode_kernel(
         weight = tl.exp2(score - new_highest[:, None])
         decay = tl.exp2(highest - new_highest)
         total = total * decay + tl.sum(weight, axis=1)
+        if AS_FP16:
+            weight *= WEIGHT_UNIT
         acc = dot(cast(weight, latent.dtype), latent, acc * decay[:, None])
         highest = new_highest
 
@@ -152,20 +234,28 @@ def _decode_kernel(
         base += split.to(tl.int64) * num_rows
     tl.store(lse_ptr + base + row, _natural_lse(highest, total), mask=real)
     if DIRECT or low < high:
-        o = cast(acc * (1.0 / _or_one(total))[:, None], o_ptr.dtype.element_ty)
+        share = 1.0 / _or_one(total)
+        if AS_FP16:
+            share *= 1.0 / WEIGHT_UNIT
+        o = cast(acc * share[:, None], o_ptr.dtype.element_ty)
         tl.store(o_ptr + base * RANK + row[:, None] * RANK + latent_column[None, :], o, mask=real[:, None])
 
 
 @kernel(do_not_specialize=("splits", "num_rows"))
 def _reduce_kernel(
-    partial_ptr, partial_lse_ptr, o_ptr, lse_ptr, splits, num_rows,
-    RANK: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    partial_ptr, partial_lse_ptr, parts_ptr, o_ptr, lse_ptr, splits, num_rows,
+    RANK: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """``OWN``: each row has a number of parts of its own."""
     await_inputs(PDL)
     release_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     column, every = tl.arange(0, RANK), tl.arange(0, MAX_SPLITS)
     all_lse = tl.load(partial_lse_ptr + every.to(tl.int64) * num_rows + row, mask=every < splits, other=float("-inf"))
+    if OWN:
+        # Of rows that are nobody's nothing was written.
+        splits = tl.minimum(tl.maximum(tl.load(parts_ptr + row), 0), splits)
+        all_lse = tl.where(every < splits, all_lse, float("-inf"))
     highest = tl.maximum(tl.max(all_lse, axis=0), LOWEST)
     total = tl.sum(tl.exp(all_lse - highest), axis=0)
     acc = tl.zeros([RANK], tl.float32)
@@ -264,26 +354,30 @@ def _decode_launches(
     max_seq_len: int, dtype: torch.dtype, kv_dtype: torch.dtype, page: int, tree: bool, rounded: bool,
     knobs: tuple[int, ...], device: torch.device,
 ) -> tuple[int, Callable[..., None], Callable[..., None]]:  # fmt: skip
-    """Return the splits of one shape, what launches the attention, and what adds its splits.
+    """Return the most splits of one shape, what launches the attention, and what adds its splits.
 
     ``rounded``: with a power of two blocks of rows a request, as their number is compiled in: those without rows end.
     """
     (tokens, heads, width), launch = shape, dependent_launch(device)
     sm_count = as_device(device).sm_count if device.type == "cuda" else NOMINAL_SM_COUNT
-    config, row_blocks, splits = decode_launch(
+    config, row_blocks, wanted, splits, block = decode_launch(
         heads * max_query_len, requests, max_query_len, max_seq_len, dtype, kv_dtype, page, knobs, sm_count
     )
     row_blocks = next_power_of_2(row_blocks) if rounded else row_blocks
     rows = tokens * heads
+    # Parts by length: each request may have one more than it would have of the mean length.
+    grid = (requests * (wanted + 1) * row_blocks, 1) if block else (requests * row_blocks, splits)
     decode = _decode_kernel.at(
-        (requests * row_blocks, splits), *strides, scale * LOG2_E, splits, rows,
+        grid, *strides, scale * LOG2_E, splits, wanted, requests, rows,
         HEADS=heads, RANK=rank, ROPE=width - rank, PAGE=page, ROW_BLOCKS=row_blocks, CAUSAL=max_query_len > 1,
-        TREE=tree, DIRECT=splits == 1, AHEAD=config.ahead, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        num_warps=config.num_warps, num_stages=config.num_stages, **launch,
+        TREE=tree, DIRECT=splits == 1, REQUESTS=block, LEAST=config.split_rows, AHEAD=config.ahead,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages,
+        **launch,
     )  # fmt: skip
     reduce = _reduce_kernel.at(
-        (rows,), splits, rows, RANK=rank, MAX_SPLITS=MAX_SPLITS, BLOCK=REDUCE_BLOCK, num_warps=4, **launch
-    )
+        (rows,), splits, rows, RANK=rank, MAX_SPLITS=MAX_SPLITS, BLOCK=REDUCE_BLOCK, OWN=block > 0, num_warps=4,
+        **launch,
+    )  # fmt: skip
     return splits, decode, reduce
 
 
@@ -303,16 +397,17 @@ def _decode(
         max_query_len, max_seq_len - max_seq_len % SPLIT_ROWS, q.dtype, cache.dtype, cache.shape[1], tree is not None,
         rounded, tuple(knobs), q.device,
     )  # fmt: skip
-    partial, partial_lse = o, lse
+    partial, partial_lse, parts = o, lse, seq_lens
     if splits > 1:
         partial = q.new_empty(splits, tokens, heads, rank, dtype=torch.float32)
         partial_lse = q.new_empty(splits, tokens, heads, dtype=torch.float32)
+        parts = q.new_empty(tokens, heads, dtype=torch.int32)
     decode(
         q, cache, page_table, starts, cu_seqlens_q, positions, seq_lens, positions if tree is None else tree,
-        partial, partial_lse,
+        partial, partial_lse, parts,
     )  # fmt: skip
     if splits > 1:
-        reduce(partial, partial_lse, o, lse)
+        reduce(partial, partial_lse, parts, o, lse)
     return o, lse
 
 
@@ -384,13 +479,13 @@ class TritonMLA:
         """Return what of a step over latents is compiled into kernels; it does not change back with the length."""
         cfg = self.cfg
         sm_count = as_device("cuda").sm_count if torch.cuda.is_available() else NOMINAL_SM_COUNT
-        config, row_blocks, splits = decode_launch(
+        config, row_blocks, _, splits, block = decode_launch(
             cfg.num_heads * max_query_len, requests, max_query_len, max_seq_len - max_seq_len % SPLIT_ROWS, cfg.dtype,
             cfg.kv_dtype, cfg.page_size, tuple(self.knobs), sm_count,
         )  # fmt: skip
         blocks = next_power_of_2(row_blocks) if max_query_len > 1 else row_blocks
         tile = config.block_m, config.block_n, config.num_warps, config.num_stages, config.ahead
-        return (*tile, blocks, splits == 1, max_query_len > 1), ()
+        return (*tile, blocks, splits == 1, block, max_query_len > 1), ()
 
     def prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: RaggedLengths, need_lse: bool = True
