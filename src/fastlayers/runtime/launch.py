@@ -175,9 +175,14 @@ class Kernel:
         Numbers of which no value is compiled in.
     """
 
-    def __init__(self, function: Callable[..., None], do_not_specialize: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        function: Callable[..., None],
+        do_not_specialize: tuple[str, ...] = (),
+        jit: Callable[..., Any] = triton.jit,
+    ) -> None:
         self.unspecialized = do_not_specialize
-        self.jit: Any = triton.jit(do_not_specialize=list(do_not_specialize))(function)
+        self.jit: Any = jit(do_not_specialize=list(do_not_specialize))(function)
         self.__name__, self.__doc__, self.__module__ = function.__name__, function.__doc__, function.__module__
         self._known: dict[tuple[Any, ...], Any] = {}
         self._bound: dict[tuple[Any, ...], Callable[..., None]] = {}
@@ -332,7 +337,10 @@ class Kernel:
         return True, bound, device, *dtypes, *[a % 16 == 0 for a in addresses], *map(type, numbers), *classes
 
 
-def kernel(function: Callable[..., None] | None = None, *, do_not_specialize: tuple[str, ...] = ()) -> Any:
+def kernel(
+    function: Callable[..., None] | None = None, *, do_not_specialize: tuple[str, ...] = (),
+    jit: Callable[..., Any] = triton.jit,
+) -> Any:  # fmt: skip
     """Decorate a kernel that is launched from Python: ``@kernel`` instead of ``@triton.jit``.
 
     Functions that kernels call keep ``@triton.jit``. The arguments' order is fixed: pointers, whose names end in
@@ -342,6 +350,8 @@ def kernel(function: Callable[..., None] | None = None, *, do_not_specialize: tu
     ----------
     do_not_specialize : tuple[str, ...]
         As for ``triton.jit``.
+    jit : callable
+        What compiles it: ``gluon.jit`` for a kernel in Gluon, which no interpreter runs.
 
     Raises
     ------
@@ -349,5 +359,5 @@ def kernel(function: Callable[..., None] | None = None, *, do_not_specialize: tu
         The arguments are in another order.
     """
     if function is None:
-        return partial(Kernel, do_not_specialize=do_not_specialize)
-    return Kernel(function)
+        return partial(Kernel, do_not_specialize=do_not_specialize, jit=jit)
+    return Kernel(function, do_not_specialize, jit)

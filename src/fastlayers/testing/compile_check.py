@@ -27,6 +27,8 @@ class KernelBuild:
         this knowledge Triton neither vectorises nor pipelines loads, and the report would be about other code.
     fused : bool
         Whether a product and a sum may become one operation, which rounds once.
+    registers : int, optional
+        How many a thread has at most.
     """
 
     name: str
@@ -37,6 +39,7 @@ class KernelBuild:
     num_stages: int = 2
     aligned: tuple[str, ...] = ()
     fused: bool = True
+    registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ def compiled_for(build: KernelBuild, capability: int = 90) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     function = getattr(build.kernel, "jit", build.kernel)
     names = function.arg_names
@@ -61,8 +65,12 @@ def compiled_for(build: KernelBuild, capability: int = 90) -> Any:
     constexprs = {(names.index(n),): value for n, value in build.constexprs.items()}
     pointers = {n for n, kind in signature.items() if kind.startswith("*")}
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in pointers | set(build.aligned)}
-    source = ASTSource(fn=function, signature=signature, constexprs=constexprs, attrs=attributes)
+    source = (GluonASTSource if function.is_gluon() else ASTSource)(
+        fn=function, signature=signature, constexprs=constexprs, attrs=attributes
+    )
     options = {"num_warps": build.num_warps, "num_stages": build.num_stages, "enable_fp_fusion": build.fused}
+    if build.registers is not None:
+        options["maxnreg"] = build.registers
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
