@@ -82,6 +82,7 @@ class Recorder:
             given.get("num_stages", 3),
             tuple(aligned),
             given.get("enable_fp_fusion", True),
+            given.get("maxnreg"),
         )
         key = (kernel.__module__, kernel.__name__, *map(str, (signature, constants, options)))
         name = f"{kernel.__name__}-{self.label}"
@@ -414,8 +415,10 @@ def builds() -> list[KernelBuild]:
         _attention(recorder)
         _ranks(recorder)
         _patched(recorder)
-    plans = [*(mxfp4_plans.plan_for(tokens, 2880) for tokens in (1, 16, 64, 128)), *mxfp4_plans.HELD]
-    plans.append(mxfp4_plans.plan_for(1, mxfp4_plans.MAX_HELD + 1))
+    # The other experts' columns are no whole turns: plans with wgmma run as their twins there.
+    plans = [*(mxfp4_plans.plan_for(tokens, 2880, 2880) for tokens in (1, 16, 64, 128, 256)), *mxfp4_plans.HELD]
+    plans.append(mxfp4_plans.plan_for(1, mxfp4_plans.MAX_HELD + 1, 2880))
+    plans += [plan for plan in mxfp4_plans.plans(128, 2880, 2880) if plan.wgmma and plan.w1 in mxfp4_plans.REGISTERS]
     hopper = hopper_builds(plans, GPT_OSS, GPT_OSS_TP2)
     return [*recorder.builds.values(), *hopper]
 

@@ -14,6 +14,7 @@ import torch
 
 from fastlayers import env
 from fastlayers.device import Device
+from fastlayers.moe.fused_moe.triton import mxfp4_plans, mxfp4_wgmma
 from fastlayers.registry import LAYERS, registry
 from fastlayers.registry.spec import spec_of
 from fastlayers.runtime.launch import fewer_stages
@@ -110,6 +111,11 @@ def needs_sm_90(build: KernelBuild) -> bool:
     return ".mxfp4_" in build.kernel.__module__
 
 
+def needs_wgmma(build: KernelBuild) -> bool:
+    """Return whether a launch multiplies by ``wgmma``, which sm_90 alone has; its plan says so elsewhere."""
+    return build.kernel.__module__ == mxfp4_wgmma.__name__
+
+
 # Which rows make those launches that no case of a layer names.
 OTHERS = {
     r"gqa-(?P<case>\w+)-tree-\d": ("gqa", "triton"),
@@ -163,6 +169,11 @@ def test_what_a_card_cannot_compile_is_refused_there_in_words(capability: int) -
 def test_compiles_for_other_cards(build: KernelBuild, capability: int) -> None:
     if needs_sm_90(build) and capability < 90:
         pytest.skip("MXFP4 codes are decoded by instructions of sm_90; both rows refuse this card")
+    if needs_wgmma(build):
+        card = Device("cuda", "a card", (capability // 10, capability % 10))
+        why = mxfp4_plans.no_wgmma(GPT_OSS.hidden_size, GPT_OSS.intermediate_size, card)
+        assert why == f"wgmma needs sm_90, which alone has it; this is sm_{capability}"
+        return
     constants = dict(build.constexprs) | ({"PDL": False} if "PDL" in build.constexprs and capability < 90 else {})
     build = replace(build, constexprs=constants)
     if not compiles_on(build, capability):

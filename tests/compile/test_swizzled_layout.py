@@ -10,7 +10,7 @@ import pytest
 
 from fastlayers import env
 from fastlayers.moe.fused_moe.triton import mxfp4_plans
-from fastlayers.testing.compile_check import KernelBuild, compiled_for
+from fastlayers.testing.compile_check import KernelBuild, _ptxas_report, compiled_for
 
 sys.path.insert(0, str(Path(__file__).parent))
 from recorded import GPT_OSS, hopper_builds
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.compile, pytest.mark.skipif(env.triton_interpret(), re
 
 def every_plan() -> list[KernelBuild]:
     """Return the kernels of all candidates."""
-    plans = dict.fromkeys(plan for tokens in (1, 4, 16, 64, 128) for plan in mxfp4_plans.plans(tokens, 2880))
+    plans = dict.fromkeys(plan for tokens in (1, 4, 16, 64, 128) for plan in mxfp4_plans.plans(tokens, 2880, 2880))
     kinds = ("swizzled", "held", "rows")
     return [build for build in hopper_builds(plans, GPT_OSS) if build.kernel.__name__.startswith(kinds)]
 
@@ -57,3 +57,38 @@ def test_threads_hold_their_lanes(build: KernelBuild) -> None:
         return
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global .*, (0x\w+), ", compiled.asm["ptx"])
     assert {int(size, 16) for size in copies} == {4, 16}
+
+
+WGMMA = [plan for tokens in (64, 128, 256) for plan in mxfp4_plans.plans(tokens, 2880, 2880) if plan.wgmma]
+
+
+@pytest.mark.parametrize("plan", dict.fromkeys(WGMMA), ids=lambda plan: "_".join(map(str, plan.numbers())))
+def test_the_ring_goes_round(plan: mxfp4_plans.HopperLaunchConfig) -> None:
+    """Of every plan with wgmma: a turn has what it should have, nothing more; codes are asked for before the wait."""
+    builds = {build.kernel.__name__: build for build in hopper_builds([plan], GPT_OSS)}
+    for name in ("wgmma_gate_up_kernel", "wgmma_down_kernel"):
+        compiled, build = compiled_for(builds[name]), builds[name]
+        text, tiles, stages = compiled.asm["ptx"], plan.r1, plan.s1
+        registers, spills = _ptxas_report(text, 90)
+        assert spills == 0 and registers <= (build.registers or 168), (name, registers)
+        # Programs of an SM at once: what its registers and its shared memory allow. Three of the widest blocks.
+        held = (
+            65536 // (32 * build.num_warps * -(-registers // 8) * 8),
+            (227 << 10) // (compiled.metadata.shared + 1024),
+        )
+        assert min(held) >= (3 if plan.tokens == 64 else 4), (name, held)
+        # A loop goes round the ring once: for every step a barrier, and of each tile four products.
+        found = re.search(r"(\$L__BB\d+_\d+):[^\n]*Loop Header(.*?)bra(?:\.uni)?\s+\1;", text, re.DOTALL)
+        assert found is not None
+        assert found[2].count(f"wgmma.mma_async.sync.aligned.m64n{plan.tokens}k16") == 4 * tiles * stages
+        assert found[2].count("bar.sync") == found[2].count("cp.async.wait_group") == stages
+        # Codes of all but one step of the ring: 16 bytes a lane and tile. Before the wait, which nothing is written
+        # before; where the product gathers its rows, the alignment is in front of it, and nothing is read early.
+        before, wait, after = text[: found.start()].rpartition("griddepcontrol.wait")
+        asked = [int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\.shared\.global .*, (0x\w+), ", before)]
+        assert wait and "st.global" not in before
+        if build.constexprs.get("PER_TOKEN"):
+            assert asked == [] and "ld.global" not in before and text.count("griddepcontrol.wait") == 1
+            assert "cp.async" in after
+        else:
+            assert asked.count(16) == tiles * (stages - 1) and set(asked) == {4, 16}

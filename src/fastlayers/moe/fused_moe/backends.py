@@ -97,6 +97,12 @@ def _triton_swizzled(cfg: FusedMoEConfig, device: Device) -> str | None:
     return _not_oai_mxfp4(cfg)
 
 
+def _about_swizzled(cfg: FusedMoEConfig, device: Device) -> str:
+    from fastlayers.moe.fused_moe.triton import mxfp4_plans
+
+    return mxfp4_plans.about(cfg, device)
+
+
 def _not_oai_mxfp4(cfg: FusedMoEConfig) -> str | None:
     if cfg.quant != "mxfp4":
         return f"quant {cfg.quant!r} is not 'mxfp4'"
@@ -139,6 +145,7 @@ TRITON_KERNELS = Backend(
 TRITON_SWIZZLED = replace(
     triton_backend(f"{_HERE}.triton.mxfp4_hopper:TritonSwizzledFusedMoE", _triton_swizzled, "triton_kernels"),
     name="triton_swizzled",
+    about=_about_swizzled,
 )
 PACKAGES = [
     Backend(

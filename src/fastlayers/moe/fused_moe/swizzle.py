@@ -49,9 +49,15 @@ class SwizzledWeights:
             self.w13.mT.view(torch.int32), self.w2.mT.view(torch.int32), self.w13_scale.mT, self.w2_scale.mT,
         )  # fmt: skip
 
+    @cached_property
+    def words(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As :attr:`rows`, the scales as words, too: those of a step's two groups and of two rows."""
+        w13, w2, scales13, scales2 = self.rows
+        return w13, w2, scales13.view(torch.int32), scales2.view(torch.int32)
+
     def __getstate__(self) -> dict[str, Any]:
         # The same bytes as words are no tensors of their own: torch would not save them twice.
-        return {name: value for name, value in vars(self).items() if name != "rows"}
+        return {name: value for name, value in vars(self).items() if name not in ("rows", "words")}
 
     def with_biases(self, weights: MoEWeights) -> SwizzledWeights:
         """Return these with the biases of ``weights``."""

@@ -2,7 +2,8 @@
 
 Four launches: tokens are ordered as :mod:`fastlayers.moe.fused_moe.triton.mxfp4_mma` reads them, gate·up with the
 activation, down with the routing weight, sum. Few tokens' pairs are by themselves: the products are here. More are
-aligned first: :mod:`fastlayers.moe.fused_moe.triton.mxfp4_rows`.
+aligned first: :mod:`fastlayers.moe.fused_moe.triton.mxfp4_rows`, and from 40 tokens on, where shapes and card allow it,
+:mod:`fastlayers.moe.fused_moe.triton.mxfp4_wgmma`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fastlayers.device import as_device
 from fastlayers.errors import ArgumentError
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.align.layer import num_blocks
@@ -25,6 +27,7 @@ from fastlayers.moe.fused_moe.experts_operator import ExpertsBackend, experts_op
 from fastlayers.moe.fused_moe.launch_config import MAX_TOKENS
 from fastlayers.moe.fused_moe.swizzle import SwizzledWeights, swizzle
 from fastlayers.moe.fused_moe.token_chunks import token_chunks
+from fastlayers.moe.fused_moe.triton import mxfp4_wgmma
 from fastlayers.moe.fused_moe.triton.mxfp4_mma import (
     MAX_SCALE,
     ask,
@@ -197,15 +200,17 @@ def _as_words(part: Part) -> Part:
 
 
 @lru_cache(maxsize=1024)
-def _plan_of(numbers: tuple[int, ...]) -> HopperLaunchConfig:
-    return HopperLaunchConfig(*numbers)
+def _plan_of(numbers: tuple[int, ...], hidden: int, inner: int, device: torch.device) -> HopperLaunchConfig:
+    """Return the plan as it runs here."""
+    return HopperLaunchConfig(*numbers).here(hidden, inner, as_device(device))
 
 
 class _Launches(NamedTuple):
     """What computes tokens of one shape, and the memory that lies between its launches.
 
     ``align``: ``None`` where each pair is by itself, and where there are so many that they are aligned by themselves.
-    ``order``: given the memory, the tokens, and with alignment apart its first and last part.
+    ``order``: given the memory, the tokens, and with alignment apart its first and last part. ``direct``: a first
+    product that takes the tokens' rows as they lie, at 16 bytes; then nothing is ordered.
     """
 
     size: int
@@ -214,6 +219,7 @@ class _Launches(NamedTuple):
     gate_up: Callable[..., None]
     down: Callable[..., None]
     reduce: Callable[..., None]
+    direct: Callable[..., None] | None = None
 
 
 @lru_cache(maxsize=4096)
@@ -222,12 +228,13 @@ def _launches(
     factor: float, bias13: bool, bias2: bool, dtype: torch.dtype, numbers: tuple[int, ...], device: torch.device,
 ) -> _Launches:  # fmt: skip
     """Return what launches the alignment, the order of the rows, both products and the sums."""
-    plan = _plan_of(numbers)
-    size, partial, align, order, gate_up, down = (_blocks if plan.tokens else _pairs)(
+    plan = _plan_of(numbers, hidden, inner, device)
+    make = mxfp4_wgmma.launches if plan.wgmma else _blocks if plan.tokens else _pairs
+    size, partial, align, order, gate_up, down, *direct = make(
         tokens, per_token, experts, hidden, inner, x_stride, alpha, limit, bias13, bias2, dtype, plan, device
     )
     reduce = launch_reduce(tokens, hidden, per_token, experts, factor, 1, device, ((0, partial),))
-    return _Launches(size, align, order, gate_up, down, reduce)
+    return _Launches(size, align, order, gate_up, down, reduce, *direct)
 
 
 def _pairs(
@@ -292,7 +299,8 @@ def _chunk(
     cfg: FusedMoEConfig, numbers: tuple[int, ...],
 ) -> None:  # fmt: skip
     """Compute ``y`` for at most MAX_TOKENS tokens."""
-    _run(_launches_of(x, ids, packed, cfg, numbers), cfg.num_experts, _plan_of(numbers), x, weights, ids, y, packed)
+    plan = _plan_of(numbers, x.shape[1], cfg.intermediate_size, x.device)
+    _run(_launches_of(x, ids, packed, cfg, numbers), cfg.num_experts, plan, x, weights, ids, y, packed)
 
 
 def _launches_of(
@@ -317,10 +325,13 @@ def _run(
         how.align(memory, ids)
     elif plan.tokens:
         aligned = align(ids, experts, plan.tokens)
-    how.order(memory, x, *aligned[::2])
     which = aligned if plan.tokens else (ids,)
-    w13, w2, scales13, scales2 = packed.rows
-    how.gate_up(memory, w13, scales13, weights if bias13 is None else bias13, *which)
+    w13, w2, scales13, scales2 = packed.words if plan.wgmma else packed.rows
+    if how.direct is not None and x.data_ptr() % 16 == 0:
+        how.direct(memory, x, w13, scales13, weights if bias13 is None else bias13, *which)
+    else:
+        how.order(memory, x, *aligned[::2])
+        how.gate_up(memory, w13, scales13, weights if bias13 is None else bias13, *which)
     how.down(memory, w2, scales2, weights if bias2 is None else bias2, weights, *which)
     how.reduce(memory, ids, y)
 
@@ -337,7 +348,7 @@ def _fused_moe(
 
 
 class TritonSwizzledFusedMoE(ExpertsBackend):
-    """Four launches, five with alignment; one operator.
+    """Four launches, five with alignment, and four again where the first product gathers its rows; one operator.
 
     Parameters
     ----------
@@ -355,7 +366,7 @@ class TritonSwizzledFusedMoE(ExpertsBackend):
     @staticmethod
     def candidates(cfg: FusedMoEConfig, num_tokens: int) -> list[dict[str, int]]:
         """Return the configurations to measure for ``num_tokens`` tokens, the rule's own first."""
-        return [plan.config() for plan in plans(num_tokens, max(cfg.hidden_size, cfg.intermediate_size))]
+        return [plan.config() for plan in plans(num_tokens, cfg.hidden_size, cfg.intermediate_size)]
 
     def pack(self, weights: MoEWeights) -> SwizzledWeights:
         """Return the weights in the kernels' layout; the given ones are of no further use to them.
@@ -374,11 +385,12 @@ class TritonSwizzledFusedMoE(ExpertsBackend):
     def numbers_for(self, x: torch.Tensor) -> list[int]:
         """Return the plan of so many tokens."""
         if self.plan is None:
-            return plan_for(x.shape[0], max(self.cfg.hidden_size, self.cfg.intermediate_size)).numbers()
+            return plan_for(x.shape[0], self.cfg.hidden_size, self.cfg.intermediate_size).numbers()
         return self.plan.numbers()
 
     def bound(self, x: torch.Tensor, topk_ids: torch.Tensor, packed: SwizzledWeights) -> Callable[..., None]:
         """Return what computes a chunk."""
         numbers = tuple(self.numbers_for(x))
         how = _launches_of(x, topk_ids, packed, self.cfg, numbers)
-        return functools.partial(_run, how, self.cfg.num_experts, _plan_of(numbers))
+        plan = _plan_of(numbers, x.shape[1], self.cfg.intermediate_size, x.device)
+        return functools.partial(_run, how, self.cfg.num_experts, plan)

@@ -2,7 +2,8 @@
 
 Weights are in the layout of :mod:`fastlayers.moe.fused_moe.swizzle`: the 16 bytes that a thread copies are the left
 operands of four m16n8k16 products, rows of an expert times 8 tokens. Nothing is exchanged between threads and nothing
-transposed; decoding takes 15 instructions for 8 codes. How warps share it: ``mxfp4_hopper.py``, ``mxfp4_rows.py``.
+transposed; decoding takes 15 instructions for 8 codes. How warps share it: ``mxfp4_hopper.py``, ``mxfp4_rows.py``;
+for ``mxfp4_wgmma.py`` the same instructions decode.
 
 Every tensor of a product has the shape [R tiles, W warps, 32 lanes * 4], and the instructions are right only if a
 thread holds the four numbers of its lane: ``tests/compile/test_swizzled_layout.py`` reads that from the compiled
@@ -11,6 +12,8 @@ token 2·t + n of the block. Tokens lie in memory with the columns (q, h, t, c) 
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
@@ -22,6 +25,39 @@ from fastlayers.triton_lang import INTERPRET
 _FOLD = 64
 MAX_SCALE = 128 + _FOLD
 UNFOLD = tl.constexpr(2.0**_FOLD)
+
+
+def _decode(q: int, word: str, bytes_: str, a: Sequence[str]) -> list[str]:
+    """Return the instructions that make the left operand ``a`` of the q-th of four products, of a word of codes.
+
+    ``bytes_``: of the scales, four in a word. Written besides: u, v, low, high; m0, m1 for the next one.
+    """
+    lines = []
+    if q % 2 == 0:
+        # Both rows' bytes, as bf16's exponents; the multiplications below take one half of it twice.
+        lines += [
+            f"prmt.b32 u, {bytes_}, 0, {0x4140 + 0x202 * (q // 2):#x};",
+            f"mad.lo.u32 u, u, 128, {(126 - _FOLD) * 0x00800080:#x};",
+            "mov.b32 {low, high}, u;",
+            "mov.b32 m0, {low, low};",
+            "mov.b32 m1, {high, high};",
+        ]
+    return [
+        *lines,
+        f"and.b32 {a[0]}, {word}, 0x81C081C0;",
+        f"shl.b32 u, {word}, 3;",
+        f"and.b32 {a[1]}, u, 0x81C081C0;",
+        f"shl.b32 u, {word}, 6;",
+        f"and.b32 {a[2]}, u, 0x81C081C0;",
+        # The fourth: bits 11 and 10 go 3 down and bit 13 goes 7 down, both as the upper half of one product: a
+        # multiplication is not for the pipe of half the rate that all the rest keeps busy, as shifts down are.
+        f"and.b32 u, {word}, 0x2C002C00;",
+        "mul.hi.u32 u, u, 0x22000000;",
+        f"shl.b32 v, {word}, 1;",
+        "and.b32 v, v, 0x80008000;",
+        f"lop3.b32 {a[3]}, u, 0x01C001C0, v, 0xEA;",
+        *(f"mul.bf16x2 {each}, {each}, m{i % 2};" for i, each in enumerate(a)),
+    ]
 
 
 def product_of(blocks: int, scales: int) -> tuple[tl.constexpr, tl.constexpr]:
@@ -36,32 +72,8 @@ def product_of(blocks: int, scales: int) -> tuple[tl.constexpr, tl.constexpr]:
     lines = [".reg .b32 a0, a1, a2, a3, u, v, m0, m1;", ".reg .b16 low, high;"]
     lines += [f".reg .f32 c{i};" for i in range(outs)]
     lines += [f"mov.f32 c{i}, ${sums + i};" for i in range(outs)]
-    add = (126 - _FOLD) * 0x00800080
     for q, word in enumerate(words):
-        if q % 2 == 0:
-            # Both rows' bytes, as bf16's exponents; the multiplications below take one half of it twice.
-            lines += [
-                f"prmt.b32 u, {bytes_}, 0, {0x4140 + 0x202 * (q // 2):#x};",
-                f"mad.lo.u32 u, u, 128, {add:#x};",
-                "mov.b32 {low, high}, u;",
-                "mov.b32 m0, {low, low};",
-                "mov.b32 m1, {high, high};",
-            ]
-        lines += [
-            f"and.b32 a0, {word}, 0x81C081C0;",
-            f"shl.b32 u, {word}, 3;",
-            "and.b32 a1, u, 0x81C081C0;",
-            f"shl.b32 u, {word}, 6;",
-            "and.b32 a2, u, 0x81C081C0;",
-            # The fourth: bits 11 and 10 go 3 down and bit 13 goes 7 down, both as the upper half of one product: a
-            # multiplication is not for the pipe of half the rate that all the rest keeps busy, as shifts down are.
-            f"and.b32 u, {word}, 0x2C002C00;",
-            "mul.hi.u32 u, u, 0x22000000;",
-            f"shl.b32 v, {word}, 1;",
-            "and.b32 v, v, 0x80008000;",
-            "lop3.b32 a3, u, 0x01C001C0, v, 0xEA;",
-            *(f"mul.bf16x2 a{i}, a{i}, m{i % 2};" for i in range(4)),
-        ]
+        lines += _decode(q, word, bytes_, ("a0", "a1", "a2", "a3"))
         for block in range(blocks):
             c = ", ".join(f"c{4 * block + i}" for i in range(4))
             pair = ", ".join(f"${tokens + 8 * block + 2 * q + i}" for i in range(2))
@@ -72,6 +84,19 @@ def product_of(blocks: int, scales: int) -> tuple[tl.constexpr, tl.constexpr]:
     constraints = ["=f"] * outs + ["r"] * (4 + scales) + ["f"] * outs + ["r"] * (8 * blocks)
     text = "{\n" + "\n".join(lines) + "\n}"
     return tl.constexpr(text), tl.constexpr(",".join(constraints))
+
+
+def left_operand() -> tuple[tl.constexpr, tl.constexpr]:
+    """Return the instructions that decode a lane's four words for ``wgmma``, and their operands' constraints.
+
+    Results 4·(q % 2) + 2·h + b, two values (c) each of q // 2 = 0 and 1: so a register is one of the operand's. Then
+    the words, and the scales' four bytes in the first of four.
+    """
+    lines = [".reg .b32 u, v, m0, m1;", ".reg .b16 low, high;"]
+    for q in range(4):
+        lines += _decode(q, f"${16 + q}", "$20", [f"${2 * (4 * (q % 2) + i) + q // 2}" for i in range(4)])
+    text = "{\n" + "\n".join(lines) + "\n}"
+    return tl.constexpr(text), tl.constexpr(",".join(["=&r"] * 16 + ["r"] * 8))
 
 
 _CODE1, _OPERANDS1 = product_of(1, 1)
