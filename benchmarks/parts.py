@@ -384,6 +384,7 @@ PARTS = tuple(sorted((*_single(), *_served(), *_suites(), *_ranks(), *_layers(),
 # Results of GPUs that no part renews, and why.
 HISTORY = {
     "mxfp4_rows_h200.jsonl": "experiments with MXFP4 experts; benchmarks/notes/fused_moe_triton.md",
+    "mxfp4_trial_h200.jsonl": "candidates for MXFP4 experts by wgmma; benchmarks/notes/fused_moe_triton.md",
     "few_rows_h200.jsonl": "experiments with products of few rows; benchmarks/notes/linear.md",
     "qwen3_8b_steps_h200.jsonl": "experiments with choices of Qwen3-8B's; benchmarks/notes/linear.md, generate.md",
     "decode_steps.jsonl": "experiments with kernels that were changed for them; benchmarks/notes/decode_phases.md",
