@@ -385,6 +385,7 @@ PARTS = tuple(sorted((*_single(), *_served(), *_suites(), *_ranks(), *_layers(),
 HISTORY = {
     "mxfp4_rows_h200.jsonl": "experiments with MXFP4 experts; benchmarks/notes/fused_moe_triton.md",
     "mxfp4_trial_h200.jsonl": "candidates for MXFP4 experts by wgmma; benchmarks/notes/fused_moe_triton.md",
+    "mla_parts_h200.jsonl": "latents of e4m3 in fp16, and cut by length; benchmarks/notes/mla.md",
     "few_rows_h200.jsonl": "experiments with products of few rows; benchmarks/notes/linear.md",
     "qwen3_8b_steps_h200.jsonl": "experiments with choices of Qwen3-8B's; benchmarks/notes/linear.md, generate.md",
     "decode_steps.jsonl": "experiments with kernels that were changed for them; benchmarks/notes/decode_phases.md",
