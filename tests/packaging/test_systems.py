@@ -102,7 +102,7 @@ def gpu_tests(row: System) -> Iterator[str]:
         file, _, name = test.partition("::")
         for node in ast.parse((REPO / "tests" / file).read_text()).body:
             if isinstance(node, ast.FunctionDef) and node.name == name:
-                if any("mark.gpu" in ast.unparse(each) for each in node.decorator_list):
+                if any(".gpu" in ast.unparse(each) for each in node.decorator_list):
                     yield f"tests/{file}"
             elif isinstance(node, ast.Assign) and re.match(r"pytestmark = .*mark\.gpu", ast.unparse(node)):
                 yield f"tests/{file}"
