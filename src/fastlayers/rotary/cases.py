@@ -74,6 +74,7 @@ CASES = (
     ),
     _real("deepseek_v3_decode", RotaryConfig(64, 64, True, False), 64, (128, 1), width=192, max_position=163840),
     _real("qwen3_prefill", RotaryConfig(128, 128), 4096, (32, 8), max_position=40960),
+    _real("gpt_oss_prefill", RotaryConfig(64, 64), 4096, (64, 8), max_position=131072),
     _real("qwen_vl_prefill", RotaryConfig(128, 128, False, False, (16, 24, 24)), 4096, (28, 4), axes=3),
 )
 
