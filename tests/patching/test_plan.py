@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 import fastlayers as fl
 from fastlayers.errors import ArgumentError, FastlayersError, PatchError, UnknownNameError
@@ -406,3 +407,16 @@ def test_fingerprints_ignore_layout_but_not_code() -> None:
 def test_from_pretrained_checks_the_options_of_patch_before_it_loads(options: Any, words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         fl.from_pretrained(None, "no/checkpoint/at/all", patch=options)
+
+
+@pytest.mark.parametrize(
+    ("auto_class", "name", "words"),
+    [
+        (None, "no/checkpoint/at/all", "auto_class is None; accepted: AutoModelForCausalLM"),
+        (dict, "no/checkpoint/at/all", "auto_class is <class 'dict'>"),
+        (AutoModelForCausalLM, None, "name is None; accepted: a directory"),
+    ],
+)
+def test_from_pretrained_names_an_argument_that_it_cannot_load_with(auto_class: Any, name: Any, words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        fl.from_pretrained(auto_class, name)

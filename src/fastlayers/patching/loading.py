@@ -17,7 +17,7 @@ from torch import nn
 
 from fastlayers.checkpoint_files import INDEX, SINGLE, weight_files
 from fastlayers.device import as_device
-from fastlayers.errors import ArgumentError, CheckpointError
+from fastlayers.errors import ArgumentError, CheckpointError, describe
 from fastlayers.patching.apply import check_options
 from fastlayers.patching.apply import patch as apply_patch
 from fastlayers.patching.report import PatchReport
@@ -55,13 +55,18 @@ def from_pretrained(
     Raises
     ------
     ArgumentError
-        ``patch`` has what :func:`fastlayers.patch` does not accept, an option names other files than are read here, or
-        ``output_loading_info`` asks for another pair; said before anything is loaded.
+        ``auto_class`` cannot load, ``patch`` has what :func:`fastlayers.patch` does not accept, an option names other
+        files than are read here, or ``output_loading_info`` asks for another pair; said before anything is loaded.
     CheckpointError
         An FP8 tensor without its scales, or scales of another grid than the config's blocks; files that
         :func:`fastlayers.checkpoint_files.weight_files` refuses.
     """
     check_options("from_pretrained", {} if patch is None else patch)
+    if not callable(getattr(auto_class, "from_pretrained", None)):
+        accepted = "AutoModelForCausalLM, or another class with from_pretrained"
+        raise ArgumentError("from_pretrained", "auto_class", describe(auto_class), accepted)
+    if not isinstance(name, str | Path):
+        raise ArgumentError("from_pretrained", "name", describe(name), "a directory or a hub name")
     if hf_options.pop("output_loading_info", False):
         raise ArgumentError("from_pretrained", "output_loading_info", True, "False: the model comes with its report")
     config = _config_of(name, hf_options)

@@ -212,11 +212,12 @@ class Bmm(Layer):
 
     def _scale(self, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor | None:
         cfg = self.cfg
-        if (scale is None) != (cfg.format == "none"):
-            given = "None" if scale is None else describe(scale)
-            raise ArgumentError("Bmm", "weight_scale", f"{given} with {cfg.format}", "a tensor with FP8 weights only")
         if scale is None:
+            if cfg.format != "none":
+                raise ArgumentError("Bmm", "weight_scale", f"None with {cfg.format}", "the weight's scales, fp32")
             return None
+        if cfg.format == "none":
+            raise ArgumentError("Bmm", "weight_scale", f"{describe(scale)} with weights that have no scales", "None")
         check_tensor("Bmm", "weight_scale", scale, dtype=torch.float32, device=weight.device)
         if cfg.format == "fp8_block":
             check_scale_grid("Bmm", "weight_scale", scale, weight, BLOCK)
