@@ -11,7 +11,7 @@ from fastlayers import device as device_module
 from fastlayers import tuning
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError
-from fastlayers.registry import LAYERS, PARTS, Backend, Choice, Rung, builtin_registry, registry
+from fastlayers.registry import LAYERS, PARTS, Backend, Choice, Rung, registry
 from fastlayers.runtime import builds
 from fastlayers.tuning.probe import choices_of
 
@@ -65,9 +65,8 @@ def backends(layer: str, device: Any = None, cfg: Any = None) -> Table:
         The layer's configuration. Without one a backend's hardware is "yes" if it accepts any of the layer's cases,
         in any phase; the reason of one that accepts none is about a real shape.
     """
-    part = isinstance(layer, str) and layer in PARTS
-    table, target = builtin_registry(layer) if part else registry(layer), device_module.as_device(device)
-    configs = [cfg] if cfg is not None or part else _typical(layer)
+    table, target = registry(layer), device_module.as_device(device)
+    configs = [cfg] if cfg is not None or layer in PARTS else _typical(layer)
     rows = []
     for rank, backend in enumerate(table.ranked):
         hardware = _refusal(backend, configs, target)
@@ -93,7 +92,10 @@ def _typical(layer: str) -> list[Any]:
 
 
 def _refusal(backend: Backend, configs: Sequence[Any], device: Device) -> str | None:
-    """Return why a backend runs none of these configurations (of the first in a phase that it serves), or ``None``."""
+    """Return why a backend runs none of these configurations (of the phases that it serves), or ``None``.
+
+    A reason about the device goes first: no other configuration would help. Such a reason says what "this is".
+    """
     serving = [cfg for cfg in configs if backend.serves(getattr(cfg, "phase", ""))] or configs
     reasons = []
     for cfg in serving:
@@ -101,7 +103,8 @@ def _refusal(backend: Backend, configs: Sequence[Any], device: Device) -> str | 
         if why is None:
             return None
         reasons.append(why)
-    return reasons[0]
+    names = tuple(f"this is {name}" for name in (device.sm, str(device)))
+    return next((why for why in reasons if why.endswith(names)), reasons[0])
 
 
 @dataclass(frozen=True)
@@ -179,14 +182,15 @@ class Explanations(tuple[Explanation, ...]):
 def explain(target: Any) -> Explanations:
     """Return what was chosen for a layer name, a layer, a model, or a patched Hugging Face model, and why.
 
-    A name is explained for torch's default device and the layer's first case. Of a generator of ``fastlayers_models``
-    its model is explained; of it, and of a model patched with ``cuda_graph=True``, also what its steps were: which
-    buckets were captured, at what cost, and why steps ran uncaptured.
+    A name is explained for torch's default device and the layer's first case (parts have no cases). Of a generator of
+    ``fastlayers_models`` its model is explained; of it, and of a model patched with ``cuda_graph=True``, also what its
+    steps were: which buckets were captured, at what cost, and why steps ran uncaptured.
     """
     if isinstance(target, str):
         from fastlayers.registry.spec import spec_of
 
-        choice = registry(target).choose(spec_of(target).cases[0].cfg)
+        table = registry(target)
+        choice = table.choose(None if target in PARTS else spec_of(target).cases[0].cfg)
         return Explanations((_explain(target, choice, 0, _lost(choice)),))
     from torch import nn
 

@@ -14,8 +14,10 @@ from torch import nn
 import fastlayers as fl
 from fastlayers import env, tuning
 from fastlayers.device import Device, as_device
+from fastlayers.errors import EnvironmentVariableError, UnknownNameError
 from fastlayers.layer import Layer
-from fastlayers.registry import LAYERS, Backend, Registry, registry
+from fastlayers.registry import LAYERS, PARTS, Backend, Registry, registry
+from fastlayers.registry.spec import spec_of
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,25 @@ def test_every_backend_that_was_not_chosen_has_its_reason() -> None:
         "second": "ranked below best", "manual": "not automatic on cpu, taken by name", "last": "a last resort on cpu",
     }  # fmt: skip
     assert "    not refusing, guard: n is odd\n" in str(found)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_is_explained_by_its_rows(name: str) -> None:
+    (found,) = fl.explain(name)
+    names = {row.name for row in fl.backends(name)}
+    assert found.layer == name and {found.chosen} | found.refused.keys() | found.slower.keys() == names
+
+
+def test_names_that_are_none_list_the_parts_where_they_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for ask in (fl.explain, fl.backends):
+        with pytest.raises(UnknownNameError, match=r"'comunicator' is unknown; known: linear, .*communicator"):
+            ask("comunicator")
+    with pytest.raises(UnknownNameError, match="'communicator' is a part without cases"):
+        spec_of("communicator")
+    # Nobody is asked which backend of a part to take: the variable would change nothing.
+    monkeypatch.setenv(env.BACKEND, "communicator=collective")
+    with pytest.raises(EnvironmentVariableError, match="'communicator' is a part, which chooses for itself; known: li"):
+        fl.RMSNorm(8)
 
 
 def test_a_named_choice_says_what_nobody_asked_for() -> None:

@@ -235,6 +235,14 @@ def test_without_a_configuration_a_row_is_judged_by_all_shapes_and_phases() -> N
     assert not toy["flashmla"].hardware and toy["flashmla"].reason
 
 
+@pytest.mark.parametrize("name", ["triton_kernels", "sgl_kernel", "deep_gemm_masked"])
+def test_a_card_that_no_configuration_suits_is_the_reason(name: str) -> None:
+    (row,) = [row for row in fl.backends("fused_moe", device="B200") if row.name == name]
+    assert not row.hardware and row.reason.startswith("needs sm_90, this is sm_100")
+    (hopper,) = [row for row in fl.backends("fused_moe", device="H200") if row.name == name]
+    assert hopper.hardware  # of its own configurations, which these are
+
+
 def test_explain_names_choice_evidence_and_bytes() -> None:
     norm = fl.RMSNorm(16)
     (found,) = fl.explain(norm)

@@ -51,6 +51,12 @@ PARTS: dict[str, str] = {
 }
 
 
+def no_layer(name: object) -> str:
+    """Return the sentence of what is asked to choose for a name that it cannot choose for."""
+    what = "is a part, which chooses for itself" if isinstance(name, str) and name in PARTS else "is unknown"
+    return f"layer {name!r} {what}; known: {', '.join((*LAYERS, *COLLECTIVES))}"
+
+
 def builtin_registry(layer: str) -> Registry:
     module, _, attribute = (LAYERS.get(layer) or PARTS.get(layer) or COLLECTIVES[layer]).partition(":")
     found: Registry = getattr(importlib.import_module(module), attribute)

@@ -7,7 +7,7 @@ from threading import RLock
 from typing import Any
 
 from fastlayers.errors import UnknownNameError
-from fastlayers.registry.layers import COLLECTIVES, LAYERS, builtin_registry
+from fastlayers.registry.layers import COLLECTIVES, LAYERS, builtin_registry, no_layer
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def load_plugins() -> None:
 
 def _add(layer: str, backend: Any, before: str | None = None) -> None:
     if layer not in LAYERS and layer not in COLLECTIVES:
-        raise UnknownNameError(f"layer {layer!r} is unknown; known: {', '.join((*LAYERS, *COLLECTIVES))}")
+        raise UnknownNameError(no_layer(layer))
     builtin_registry(layer).add(backend, before=before)
 
 

@@ -20,7 +20,7 @@ from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, EnvironmentVariableError, NoBackendError, UnknownNameError, check_plain
 from fastlayers.registry.backend import Backend
 from fastlayers.registry.choice import Choice, Rung
-from fastlayers.registry.layers import COLLECTIVES, LAYERS, builtin_registry
+from fastlayers.registry.layers import COLLECTIVES, LAYERS, PARTS, builtin_registry, no_layer
 from fastlayers.registry.plugins import load_plugins
 from fastlayers.runtime import builds
 from fastlayers.tuning import ladder as tuned_ladders
@@ -235,16 +235,16 @@ def environment_wishes() -> dict[str, str]:
     overrides = env.backend_overrides()
     for layer, named in overrides.items():
         if layer not in LAYERS and layer not in COLLECTIVES:
-            known = ", ".join((*LAYERS, *COLLECTIVES))
-            raise EnvironmentVariableError(f"{env.BACKEND}: layer {layer!r} is unknown; known: {known}")
+            raise EnvironmentVariableError(f"{env.BACKEND}: {no_layer(layer)}")
         if named != "auto":
             builtin_registry(layer)._parse(named)
     return overrides
 
 
 def registry(layer: str) -> Registry:
-    """Return the registry of a layer by its name in :data:`LAYERS`, plug-ins included."""
-    if not isinstance(layer, str) or (layer not in LAYERS and layer not in COLLECTIVES):
-        raise UnknownNameError(f"layer {layer!r} is unknown; known: {', '.join((*LAYERS, *COLLECTIVES))}")
+    """Return the registry of a layer by its name in :data:`LAYERS`, or of a collective or a part, plug-ins included."""
+    known = (*LAYERS, *COLLECTIVES, *PARTS)
+    if not isinstance(layer, str) or layer not in known:
+        raise UnknownNameError(f"layer {layer!r} is unknown; known: {', '.join(known)}")
     load_plugins()
     return builtin_registry(layer)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fastlayers.errors import ArgumentError, UnknownNameError
+from fastlayers.registry.layers import LAYERS, PARTS
 from fastlayers.registry.registry import registry
 
 
@@ -210,6 +211,9 @@ class LayerSpec:
 
 
 def spec_of(layer: str) -> LayerSpec:
-    """Return the :class:`LayerSpec` of a layer by name."""
-    found: LayerSpec = importlib.import_module(registry(layer).cases).SPEC
+    """Return the :class:`LayerSpec` of a layer by name; parts have none, as nobody chooses among them by shape."""
+    table = registry(layer)
+    if layer in PARTS:
+        raise UnknownNameError(f"{layer!r} is a part without cases; layers that have some: {', '.join(LAYERS)}")
+    found: LayerSpec = importlib.import_module(table.cases).SPEC
     return found
