@@ -189,7 +189,7 @@ def decode_candidates(rows: int, dtype: torch.dtype, kv_dtype: torch.dtype, page
         elif rows > 16:
             shapes = ((32, 64, 8, 2), (32, 32, 8, 3), (32, 32, 8, 2))
         elif e4m3:
-            shapes = ((16, 32, 4, 3), (16, 64, 8, 2), (16, 64, 8, 3), (16, 32, 8, 3))
+            shapes = ((16, 32, 4, 3), (16, 32, 4, 4), (16, 64, 8, 2), (16, 64, 8, 3))
         else:
             shapes = ((16, 64, 4, 2), (16, 64, 8, 2), (16, 64, 8, 3), (16, 32, 4, 3))
         for block_m, block_n, warps, stages in shapes:
