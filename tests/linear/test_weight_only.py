@@ -185,6 +185,25 @@ def test_what_is_not_read_is_named(config: Any, argument: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (
+            lambda: QuantSpec("int8", zero_point=True),
+            "zero_point is True with int8; accepted: False: it is for w",
+        ),
+        (lambda: QuantSpec("fp8_block", group_size=32), "group_size is 32 with fp8_block; accepted: 0"),
+        (lambda: QuantSpec("none", act_order=True), "act_order is True with none; accepted: False"),
+        (lambda: QuantSpec("mxfp4", layout="packed"), "layout is 'packed' with mxfp4; accepted: 'plain'"),
+        (lambda: QuantSpec("w4a16", layout="foo"), "layout is 'foo'; accepted: one of 'plain', 'awq', 'gptq'"),
+        (lambda: QuantSpec("fp8_w8a16", layout="awq"), "layout is 'awq'; accepted: one of 'plain', 'plain_tensor'"),
+    ],
+)
+def test_a_spec_has_no_fields_of_other_formats(build: Any, words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        build()
+
+
+@pytest.mark.parametrize(
     ("build", "argument"),
     [
         (lambda: fl.WeightOnlyLinear(48, 8), "group_size is 128"),

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastlayers.errors import ArgumentError, check_choice, check_fields, check_kind, check_pair, check_plain
-from fastlayers.quant.weight_only_config import WEIGHT_ONLY, awq_options, compressed_options, gptq_options
+from fastlayers.quant.weight_only_config import (
+    LAYOUTS,
+    WEIGHT_ONLY,
+    awq_options,
+    compressed_options,
+    gptq_options,
+)
 
 FORMATS = ("none", "fp8_block", "int8", "mxfp4", "fp8_tensor", "fp8_channel", *WEIGHT_ONLY)
 
@@ -58,6 +64,7 @@ class QuantSpec:
         check_choice("QuantSpec", "scale_fmt", self.scale_fmt, ("float", "ue8m0"))
         check_choice("QuantSpec", "activation_scale", self.activation_scale, ("token", "tensor", "static"))
         check_fields("QuantSpec", self)
+        self._check_weight_only()
         if self.scale_fmt != "float" and self.format != "fp8_block":
             raise ArgumentError("QuantSpec", "scale_fmt", f"{self.scale_fmt!r} with {self.format}", "'float'")
         # As tuples: a spec is hashable.
@@ -69,6 +76,17 @@ class QuantSpec:
                     re.compile(rule[3:])
                 except re.error as error:
                     raise ArgumentError("QuantSpec", "skip", repr(rule), f"a regular expression ({error})") from error
+
+    def _check_weight_only(self) -> None:
+        """Raise where fields that only weights alone have are set for another format, or the layout is none."""
+        if self.format in WEIGHT_ONLY:
+            # A layout that is not said is "plain", whatever the format; the layer refuses what it cannot read.
+            check_choice("QuantSpec", "layout", self.layout, tuple(dict.fromkeys(("plain", *LAYOUTS[self.format]))))
+            return
+        for name, default in (("group_size", 0), ("zero_point", False), ("act_order", False), ("layout", "plain")):
+            if (given := getattr(self, name)) != default:
+                accepted = f"{default!r}: it is for weights alone ({', '.join(WEIGHT_ONLY)})"
+                raise ArgumentError("QuantSpec", name, f"{given!r} with {self.format}", accepted)
 
     def for_module(self, name: str) -> QuantSpec:
         """Return the spec of one module by its full checkpoint name: itself, or unquantised if skipped."""

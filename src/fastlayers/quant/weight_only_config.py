@@ -11,7 +11,13 @@ from typing import Any
 
 from fastlayers.errors import ArgumentError
 
-WEIGHT_ONLY = ("w4a16", "w8a16", "fp8_w8a16")
+# By format; the last one is what a layer that was made of an unquantised one is said to have.
+LAYOUTS = {
+    "w4a16": ("awq", "gptq", "gptq_v2", "packed"),
+    "w8a16": ("gptq", "gptq_v2", "packed", "plain_tensor", "plain"),
+    "fp8_w8a16": ("plain_tensor", "plain"),
+}
+WEIGHT_ONLY = tuple(LAYOUTS)
 # Neither AutoAWQ nor GPTQ packs the head unless it says so.
 HEAD = "lm_head"
 Options = dict[str, Any]

@@ -25,12 +25,6 @@ from fastlayers.weights import Slot
 if TYPE_CHECKING:
     from fastlayers.linear.weight_only.layer import WeightOnlyLinear
 
-# By format; the last one is what a layer that was made of an unquantised one is said to have.
-LAYOUTS = {
-    "w4a16": ("awq", "gptq", "gptq_v2", "packed"),
-    "w8a16": ("gptq", "gptq_v2", "packed", "plain_tensor", "plain"),
-    "fp8_w8a16": ("plain_tensor", "plain"),
-}
 PLAIN = ("plain", "plain_tensor")
 Convert = Callable[[torch.Tensor], torch.Tensor]
 

@@ -23,10 +23,11 @@ from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.errors import ArgumentError, check_choice, check_fields, check_kind
 from fastlayers.linear.base import check_source, frozen
 from fastlayers.linear.quantised import QuantisedLinear, QuantisedLinearConfig
-from fastlayers.linear.weight_only.checkpoint import LAYOUTS, aligned, layout_slots
+from fastlayers.linear.weight_only.checkpoint import aligned, layout_slots
 from fastlayers.memory import allocate
 from fastlayers.quant.block_quant import E4M3, E4M3_MAX
 from fastlayers.quant.packed_codes import UNIT, pack_nibbles
+from fastlayers.quant.weight_only_config import LAYOUTS
 from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.weights import Slot
 
