@@ -135,6 +135,20 @@ def test_scale_of_shape_n_1_is_accepted() -> None:
     assert torch.equal(one(x), two(x))
 
 
+@pytest.mark.parametrize("shared", [0, 2])
+def test_experts_scales_of_shape_n_1_are_accepted(shared: int) -> None:
+    """Layers over tensors written either way hold the same parameters."""
+    made = [fl.FusedMoE(8, 4, 2, 1, num_shared=shared, quant=fl.QuantSpec("int8"), dtype=torch.float32) for _ in "ab"]
+    for name, slot in slots(made[0], "x.experts"):
+        codes = name.endswith(".weight")
+        full = torch.randint(-9, 9, slot.shape, dtype=torch.int8) if codes else torch.rand(slot.shape) + 0.5
+        for layer, value in zip(made, (full, full if codes else full[:, None]), strict=True):
+            other = dict(slots(layer, "x.experts"))[name]
+            other.fill(name, value[other.index])
+    for left, right in zip(made[0].parameters(), made[1].parameters(), strict=True):
+        assert torch.equal(left, right) and bool((left != 0).any())
+
+
 def test_config_factory_and_compile() -> None:
     cfg = Int8LinearConfig(16, 8, True, torch.float16)
     assert eval(repr(cfg)) == cfg

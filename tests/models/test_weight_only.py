@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 
+import fastlayers as fl
 from fastlayers.errors import ArgumentError, CheckpointError
 from fastlayers.linear.weight_only.layer import WeightOnlyLinear
 from fastlayers.quant.block_quant import E4M3
@@ -291,3 +292,68 @@ def test_tensors_of_another_number_format_are_named(
     if part != "g_idx":
         with pytest.raises(CheckpointError, match=why):
             dequantize_checkpoint(tmp_path / "other", tmp_path / "made")
+
+
+# W8A8 in compressed-tensors' layout, as llm-compressor writes it: both sides symmetric, inputs scaled at each call.
+INT8: dict[str, Any] = {
+    "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"], "kv_cache_scheme": None,
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"], "output_activations": None,
+            "weights": {
+                "num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False,
+                "group_size": None, "actorder": None,
+            },
+            "input_activations": {
+                "num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True,
+                "group_size": None,
+            },
+        }
+    },
+}  # fmt: skip
+
+
+def test_int8_weights_and_inputs(plain: Path, tmp_path: Path) -> None:
+    """Codes int8 and scales bf16 ``[N, 1]``; the layers differ from the dequantised ones by their inputs' rounding."""
+    config, weights = json.loads((plain / "config.json").read_text()), tensors_of(plain)
+    coded, dense = dict(weights), dict(weights)
+    for name, weight in weights.items():
+        if name.removesuffix(".weight").rsplit(".", 1)[-1] in PARTS:
+            scale = (weight.float().abs().amax(1, keepdim=True) / 127).to(torch.bfloat16)
+            codes = (weight.float() / scale.float()).round().clamp(-127, 127)
+            coded |= {name: codes.to(torch.int8), name.replace("weight", "weight_scale"): scale}
+            dense[name] = codes * scale.float()
+    left = ours(write(tmp_path / "coded", config | {"quantization_config": INT8}, coded))
+    right = ours(write(tmp_path / "dense", config, dense))
+    others, compared = dict(right.named_modules()), 0
+    for path, module in left.named_modules():
+        if isinstance(module, fl.Int8Linear):
+            assert torch.equal(module.dequantized(), others[path].weight)
+            x = torch.randn(5, module.local_in)
+            expected = others[path](x)
+            assert float((module(x) - expected).norm() / expected.norm()) < 0.02
+            compared += 1
+    assert compared == 4 * BASE["num_hidden_layers"] and not isinstance(left.lm_head, fl.Int8Linear)
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "words"),
+    [
+        ("weights", {"symmetric": False}, "weights.symmetric is False; accepted: true"),
+        ("weights", {"strategy": "group", "group_size": 128}, "weights.strategy is 'group'; accepted: 'channel'"),
+        ("weights", {"strategy": "tensor"}, "weights.strategy is 'tensor'; accepted: 'channel'"),
+        ("input_activations", {"symmetric": False}, "input_activations.symmetric is False; accepted: true"),
+        ("input_activations", {"dynamic": False}, "input_activations.dynamic is False; accepted: true"),
+        ("input_activations", {"strategy": "tensor"}, "input_activations.strategy is 'tensor'; accepted: 'token'"),
+        ("input_activations", {"num_bits": 4}, "one group of 8-bit"),
+        ("", {"targets": ["re:.*mlp.*"]}, "targets is .*; accepted: \\['Linear'\\]"),
+        ("", {"output_activations": {"num_bits": 8}}, "output_activations is .*; accepted: null"),
+    ],
+)
+def test_other_int8_schemes_are_refused_in_words(part: str, changes: dict[str, Any], words: str) -> None:
+    group = INT8["config_groups"]["group_0"]
+    group = group | ({part: group[part] | changes} if part else changes)
+    with pytest.raises(ArgumentError, match=words):
+        fl.QuantSpec.from_config(INT8 | {"config_groups": {"group_0": group}})
+    with pytest.raises(ArgumentError, match="format is 'pack-quantized'; accepted: 'int-quantized'"):
+        fl.QuantSpec.from_config(INT8 | {"format": "pack-quantized"})

@@ -16,6 +16,7 @@ from fastlayers.quant.weight_only_config import (
     LAYOUTS,
     WEIGHT_ONLY,
     awq_options,
+    check_int8,
     compressed_options,
     gptq_options,
 )
@@ -152,7 +153,7 @@ def _hugging_face_per_tensor(config: Mapping[str, Any]) -> QuantSpec:
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> QuantSpec:
-    """Return the spec of one group of FP8 linears (W8A8), or of weights alone, as compressed-tensors writes it."""
+    """Return the spec of one group of linears in FP8 or int8 (W8A8), or of weights alone, of compressed-tensors."""
     given = config.get("config_groups") or {}
     groups = list(given.values()) if isinstance(given, Mapping) else []
     first = groups[0] if len(groups) == 1 and isinstance(groups[0], Mapping) else {}
@@ -162,12 +163,15 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantSpec:
     if first and first.get("input_activations") is None:
         return QuantSpec(**compressed_options(config, first, _kept(config, "ignore")))
     kinds = [(part.get("type"), part.get("num_bits")) for part in (weights, inputs)]
+    if kinds == [("int", 8), ("int", 8)]:
+        check_int8(config, first)
+        return QuantSpec("int8", skip=_kept(config, "ignore"))
     strategy, dynamic = weights.get("strategy"), inputs.get("dynamic") or False
     if kinds != [("float", 8), ("float", 8)] or strategy not in ("tensor", "channel"):
         raise ArgumentError(
             "QuantSpec", "quantization_config.config_groups", f"{len(groups)} groups, first {kinds}, {strategy!r}",
-            "one group of 8-bit float weights, strategy 'tensor' or 'channel', and 8-bit float inputs; or one of "
-            "weights alone",
+            "one group of 8-bit float weights, strategy 'tensor' or 'channel', and 8-bit float inputs; one of 8-bit "
+            "integers, 'channel' and 'token'; or one of weights alone",
         )  # fmt: skip
     check_plain("QuantSpec", "bool", **{"quantization_config.config_groups.input_activations.dynamic": dynamic})
     activation = ("token" if inputs.get("strategy") == "token" else "tensor") if dynamic else "static"

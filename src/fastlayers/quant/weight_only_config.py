@@ -1,4 +1,4 @@
-"""What a ``quantization_config`` of AWQ, GPTQ or compressed-tensors says of weights alone, as QuantSpec's fields.
+"""What a ``quantization_config`` of AWQ, GPTQ or compressed-tensors says of integers, as QuantSpec's fields.
 
 What is not read is refused here, in the words of the file: other widths, packings for one kernel only, rules that give
 single modules another width.
@@ -86,6 +86,29 @@ def _skipped(config: Mapping[str, Any]) -> tuple[str, ...]:
     if others := [rule for rule in rules if not rule.startswith("-:")]:
         raise _refuse("dynamic", others[0], "rules that leave modules out ('-:…'): all others have one width")
     return tuple(f"re:^(?:{rule[2:]})" for rule in rules)
+
+
+def check_int8(config: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    """Raise unless compressed-tensors' group of 8-bit integers (W8A8) is what :class:`fastlayers.Int8Linear` computes.
+
+    That is symmetric weights with a scale per output channel, and symmetric inputs with one per token, found at each
+    call.
+    """
+    if group.get("targets", ["Linear"]) != ["Linear"]:
+        raise _refuse("config_groups.targets", group.get("targets"), "['Linear']")
+    if group.get("output_activations") is not None:
+        raise _refuse("config_groups.output_activations", group["output_activations"], "null with 8-bit integers")
+    if config.get("format") not in ("int-quantized", "naive-quantized"):
+        raise _refuse("format", config.get("format"), "'int-quantized' or 'naive-quantized' with 8-bit inputs")
+    wanted = {"weights": ("channel", False), "input_activations": ("token", True)}
+    for part, (strategy, dynamic) in wanted.items():
+        where, given = f"config_groups.{part}.", group[part]
+        if given.get("strategy") != strategy:
+            raise _refuse(f"{where}strategy", given.get("strategy"), f"{strategy!r} with 8-bit integers")
+        if (given.get("dynamic") or False) is not dynamic:
+            raise _refuse(f"{where}dynamic", given.get("dynamic"), f"{str(dynamic).lower()} with 8-bit integers")
+        if given.get("symmetric") not in (None, True):
+            raise _refuse(f"{where}symmetric", given["symmetric"], "true with 8-bit integers for inputs")
 
 
 def compressed_options(config: Mapping[str, Any], group: Mapping[str, Any], kept: tuple[str, ...]) -> Options:

@@ -132,8 +132,8 @@ class Int8Linear(QuantisedLinear):
         return (self.weight.float() * self.weight_scale[:, None]).to(dtype)
 
     def scale_slots(self, index: int, full: int, read: slice, local: slice) -> Iterator[tuple[str, Slot]]:
-        """Yield ``weight_scale`` ``[N]``."""
-        yield "weight_scale", Slot(self.weight_scale[local], (full,), (read,))
+        """Yield ``weight_scale`` ``[N]``, or ``[N, 1]`` as compressed-tensors writes it."""
+        yield "weight_scale", Slot(self.weight_scale[local], (full,), (read,), convert=lambda s: s.reshape(-1))
 
     @classmethod
     def from_linear(cls, source: nn.Linear, *, backend: str = "auto") -> Int8Linear:

@@ -391,12 +391,11 @@ class FusedMoE(Layer):
             yield f"{names[2]}.weight_scale_inv", slot
         if self.cfg.quant == "int8":
             for half, name in enumerate(names[:2]):
-                yield f"{name}.weight_scale", self._rows(self.w13_scale, half, experts, count, full, read, ())
-            if count == 1:
-                yield f"{names[2]}.weight_scale", Slot(self.w2_scale[experts.start], (hidden,))
-            else:  # one scale per output channel, shared by the parts of the input
-                dest = self.w2_scale[experts]
-                yield f"{names[2]}.weight_scale", Slot(dest, (hidden,), convert=lambda s: s.expand(count, -1))
+                slot = self._rows(self.w13_scale, half, experts, count, full, read, ())
+                yield f"{name}.weight_scale", _flattened(slot)
+            # One scale per output channel, shared by the parts of the input.
+            slot = Slot(self.w2_scale[experts], (hidden,), convert=lambda s: s.expand(count, -1))
+            yield f"{names[2]}.weight_scale", _flattened(slot)
         if self.cfg.bias:
             for half, name in enumerate(names[:2]):
                 yield f"{name}.bias", self._rows(self.w13_bias, half, experts, count, full, read, ())
@@ -489,3 +488,9 @@ class FusedMoE(Layer):
 
     def _local_ids(self, topk_ids: torch.Tensor) -> torch.Tensor:
         return topk_ids - self.expert_slice.start
+
+
+def _flattened(slot: Slot) -> Slot:
+    """Return the slot of one number a row, which may be stored as ``[N]`` or ``[N, 1]``."""
+    inner = slot.convert or (lambda rows: rows)
+    return replace(slot, convert=lambda rows: inner(rows.reshape(-1)))
