@@ -34,6 +34,18 @@ def too_large(values: torch.Tensor, dtype: torch.dtype) -> float:
     return largest if largest >= FP16_OVERFLOWS else 0.0
 
 
+def wrong_scale(values: torch.Tensor) -> str | None:
+    """Return what is wrong with numbers that codes are multiplied by; zero is the scale of codes that are zero."""
+    return None if bool(values.float().isfinite().all()) else "a scale is NaN or infinite; accepted: finite numbers"
+
+
+def wrong_divisor(values: torch.Tensor) -> str | None:
+    """Return what is wrong with numbers that inputs are divided by."""
+    if (wrong := wrong_scale(values)) is not None:
+        return wrong
+    return None if bool((values.float() > 0).all()) else "an input's scale is not above 0; accepted: positive numbers"
+
+
 @dataclass(frozen=True)
 class Slot:
     """Where one checkpoint tensor (or this rank's part of it) goes.
@@ -50,6 +62,8 @@ class Slot:
         Applied to the read part before the copy.
     optional : bool
         Absence in the checkpoint is no error.
+    wrong : callable or None
+        Returns what is wrong with the values, or ``None``; :func:`wrong_scale`, say.
     """
 
     dest: torch.Tensor
@@ -57,6 +71,7 @@ class Slot:
     index: tuple[slice, ...] = ()
     convert: Callable[[torch.Tensor], torch.Tensor] | None = None
     optional: bool = False
+    wrong: Callable[[torch.Tensor], str | None] | None = None
 
     def fill(self, name: str, part: torch.Tensor) -> None:
         """Copy ``part`` (already sliced by ``index``) into ``dest``.
@@ -64,8 +79,9 @@ class Slot:
         Raises
         ------
         CheckpointError
-            The shape or dtype does not fit, or a finite value would become infinite in fp16; the tensor is named. e4m3
-            goes into e4m3 only: a quantised tensor is never cast to a wider one without its scales.
+            The shape or dtype does not fit, a finite value would become infinite in fp16, or the values are
+            ``wrong``; the tensor is named. e4m3 goes into e4m3 only: a quantised tensor is never cast to a wider one
+            without its scales.
         """
         value = self.convert(part) if self.convert is not None else part
         if tuple(value.shape) != tuple(self.dest.shape):
@@ -75,6 +91,8 @@ class Slot:
             raise CheckpointError(f"{name}: dtype {value.dtype} in the checkpoint, {self.dest.dtype} in the model")
         if largest := too_large(value, self.dest.dtype):
             raise CheckpointError(f"{name}: up to {largest:.6g} in the checkpoint, which float16 cannot hold")
+        if self.wrong is not None and not value.is_meta and (words := self.wrong(value)) is not None:
+            raise CheckpointError(f"{name}: {words}")
         self.dest.copy_(value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 import fastlayers as fl
 from fastlayers.comm.parallel import ParallelSpec
-from fastlayers.errors import ArgumentError
+from fastlayers.errors import ArgumentError, CheckpointError
 from fastlayers.linear.fp8_scaled.layer import FP8ScaledLinear, FP8ScaledLinearConfig, quantize_scaled_weight
 from fastlayers.quant.spec import QuantSpec
 from fastlayers.weights import slots
@@ -208,3 +209,42 @@ def test_config_compile_and_absorbed_weights() -> None:
     w_kc, w_vc = mla.absorbed_weights()
     expected = (codes.float() * scale[:, None]).view(2, 32, 32)
     assert torch.equal(w_kc, expected[:, :16]) and torch.equal(w_vc, expected[:, 16:])
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    ("build", "some"),
+    [
+        (lambda: fl.FP8BlockLinear(256, 128), {"weight_scale_inv"}),
+        (lambda: fl.Int8Linear(32, 8), {"weight_scale"}),
+        (lambda: FP8ScaledLinear(32, 8), {"weight_scale"}),
+        (
+            lambda: FP8ScaledLinear(32, 8, weight_scale="tensor", activation_scale="static"),
+            {"weight_scale", "input_scale"},
+        ),
+        (lambda: fl.WeightOnlyLinear(64, 32, group_size=32, layout="awq", zero_point=True), {"scales"}),
+        (lambda: fl.WeightOnlyLinear(64, 32, group_size=32), {"weight_scale"}),
+        (lambda: fl.WeightOnlyLinear(64, 32, format="w8a16", group_size=0, layout="plain"), {"weight_scale"}),
+        (lambda: fl.WeightOnlyLinear(9, 8, format="fp8_w8a16", group_size=0, layout="plain_tensor"), {"weight_scale"}),
+        (lambda: fl.FusedMoE(128, 128, 1, 1, quant=QuantSpec("int8")), set()),
+        (lambda: fl.FusedMoE(128, 128, 1, 1, quant=QuantSpec("fp8_block")), set()),
+    ],
+)  # fmt: skip
+def test_scales_that_are_no_numbers_are_refused_by_name(build: Any, some: set[str], broken: float) -> None:
+    found = {name.removeprefix("x.y."): slot for name, slot in slots(build(), "x.y") if "scale" in name}
+    assert found.keys() == some if some else len(found) == 3
+    for name, slot in found.items():
+        values = torch.ones(slot.shape)
+        slot.fill(name, values[slot.index])
+        before = slot.dest.clone()
+        values.view(-1)[-1] = broken
+        with pytest.raises(CheckpointError, match=rf"^{re.escape(name)}: a scale is NaN or infinite; accepted: finite"):
+            slot.fill(name, values[slot.index])
+        assert torch.equal(slot.dest, before)
+        values.view(-1)[-1] = 0.0
+        if name == "input_scale":
+            with pytest.raises(CheckpointError, match="input_scale: an input's scale is not above 0"):
+                slot.fill(name, values[slot.index])
+        else:  # of a block or a channel of zeros
+            slot.fill(name, values[slot.index])
+            assert bool((slot.dest == 0).any())

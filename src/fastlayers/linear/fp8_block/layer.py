@@ -45,7 +45,7 @@ from fastlayers.registry import (
     torch_backend,
     triton_backend,
 )
-from fastlayers.weights import Slot
+from fastlayers.weights import Slot, wrong_scale
 
 # Backends of the activation before a down projection that round as the one does which quantises as well.
 ROUNDS_TWICE = ("triton", "torch", "reference")
@@ -275,7 +275,7 @@ class FP8BlockLinear(QuantisedLinear):
         rows, columns = self.cfg.block_size
         blocks = _blocks(read, rows), _blocks(self.row_slice, columns)
         grid = grid_of(full, self.in_features, self.cfg.block_size)
-        yield "weight_scale_inv", Slot(self.weight_scale_inv[_blocks(local, rows)], grid, blocks)
+        yield "weight_scale_inv", Slot(self.weight_scale_inv[_blocks(local, rows)], grid, blocks, wrong=wrong_scale)
 
     @classmethod
     def from_linear(

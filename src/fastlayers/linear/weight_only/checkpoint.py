@@ -20,7 +20,7 @@ import torch
 
 from fastlayers.errors import ArgumentError, CheckpointError
 from fastlayers.quant.packed_codes import UNIT, pack_nibbles, unpack_words
-from fastlayers.weights import Slot
+from fastlayers.weights import Slot, wrong_scale
 
 if TYPE_CHECKING:
     from fastlayers.linear.weight_only.layer import WeightOnlyLinear
@@ -60,9 +60,10 @@ def layout_slots(
         yield "weight", Slot(layer.weight[local], (full, layer.in_features), (read, layer.row_slice))
         scale = layer.weight_scale[0, local]
         if layer.layout == "plain":
-            yield "weight_scale", Slot(scale, (full,), (read,), lambda part: part.reshape(-1))
+            yield "weight_scale", Slot(scale, (full,), (read,), lambda part: part.reshape(-1), wrong=wrong_scale)
         else:
-            yield "weight_scale", Slot(scale, (), convert=lambda part: part.reshape(1).expand(scale.shape[0]))
+            count = scale.shape[0]
+            yield "weight_scale", Slot(scale, (), (), lambda part: part.reshape(1).expand(count), wrong=wrong_scale)
         return
     make = _compressed if layer.layout == "packed" else _words
     yield from make(layer, full, read, local, index)
@@ -90,7 +91,7 @@ def _words(
             lambda part: store(unpack_words(part, bits, 0).t()),
         )  # fmt: skip
     yield "qweight", weight
-    yield "scales", Slot(layer.weight_scale[:, local], (groups, full), (some, read))
+    yield "scales", Slot(layer.weight_scale[:, local], (groups, full), (some, read), wrong=wrong_scale)
     offset = int(layer.layout == "gptq") - (128 if bits == 8 else 0)
     if layer.weight_zero is not None:
         yield (
@@ -119,7 +120,8 @@ def _compressed(
             lambda part: store(unpack_words(part, bits, 1)[:, : layer.local_in]),
         ),
     )  # fmt: skip
-    yield "weight_scale", Slot(layer.weight_scale[:, local], (full, groups), (read, some), lambda part: part.t())
+    scale = layer.weight_scale[:, local]
+    yield "weight_scale", Slot(scale, (full, groups), (read, some), lambda part: part.t(), wrong=wrong_scale)
     yield "weight_shape", Slot(layer.weight_scale.new_empty(0, dtype=torch.int64), (2,), convert=_is([full, k]))
     if layer.weight_zero is not None:
         columns, offset = slice(read.start // words, read.stop // words), 128 if bits == 8 else 0

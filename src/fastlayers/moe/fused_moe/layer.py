@@ -64,7 +64,7 @@ from fastlayers.quant.mxfp4.codes import BYTES
 from fastlayers.quant.mxfp4.codes import GROUP as MX_GROUP
 from fastlayers.quant.spec import NONE, QuantSpec
 from fastlayers.quant.weight_only_config import WEIGHT_ONLY
-from fastlayers.weights import Slot
+from fastlayers.weights import Slot, wrong_scale
 from fastlayers.weights_epoch import Packed
 
 _NAME = "FusedMoE"
@@ -386,9 +386,9 @@ class FusedMoE(Layer):
             part = slice(read.start // GROUP, -(-read.stop // GROUP))
             for half, name in enumerate(names[:2]):
                 slot = self._rows(self.w13_scale_inv, half, experts, count, blocks, part, (wide,))
-                yield f"{name}.weight_scale_inv", slot
+                yield f"{name}.weight_scale_inv", replace(slot, wrong=wrong_scale)
             slot = self._columns(self.w2_scale_inv, experts, count, blocks, part, wide)
-            yield f"{names[2]}.weight_scale_inv", slot
+            yield f"{names[2]}.weight_scale_inv", replace(slot, wrong=wrong_scale)
         if self.cfg.quant == "int8":
             for half, name in enumerate(names[:2]):
                 slot = self._rows(self.w13_scale, half, experts, count, full, read, ())
@@ -491,6 +491,6 @@ class FusedMoE(Layer):
 
 
 def _flattened(slot: Slot) -> Slot:
-    """Return the slot of one number a row, which may be stored as ``[N]`` or ``[N, 1]``."""
+    """Return the slot of one scale a row, which may be stored as ``[N]`` or ``[N, 1]``."""
     inner = slot.convert or (lambda rows: rows)
-    return replace(slot, convert=lambda rows: inner(rows.reshape(-1)))
+    return replace(slot, convert=lambda rows: inner(rows.reshape(-1)), wrong=wrong_scale)
