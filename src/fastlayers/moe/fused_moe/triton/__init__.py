@@ -6,5 +6,6 @@ pair_gemm.py pair_vector.py    few tokens, every (token, expert) pair by itself
 mxfp4_gemm.py                  MXFP4 weights as checkpoints have them
 mxfp4_hopper.py mxfp4_mma.py   MXFP4 weights in the tensor cores' order, few tokens: a backend of its own, its products
 mxfp4_rows.py mxfp4_wgmma.py   the same of more tokens, in blocks: by mma.sync, by wgmma (Gluon, sm_90)
+mxfp4_blocks.py                what both have around their products: memory, alignment, the order of rows
 permute.py activation.py reduce.py   around the products, also those of other packages
 """

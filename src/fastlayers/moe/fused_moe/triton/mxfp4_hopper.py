@@ -20,14 +20,14 @@ import triton.language as tl
 from fastlayers.device import as_device
 from fastlayers.errors import ArgumentError
 from fastlayers.integers import cdiv, next_power_of_2
-from fastlayers.moe.align.layer import num_blocks
-from fastlayers.moe.align.triton import FEW, align, launch_few
+from fastlayers.moe.align.triton import align
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.experts_operator import ExpertsBackend, experts_operator
 from fastlayers.moe.fused_moe.launch_config import MAX_TOKENS
 from fastlayers.moe.fused_moe.swizzle import SwizzledWeights, swizzle
 from fastlayers.moe.fused_moe.token_chunks import token_chunks
 from fastlayers.moe.fused_moe.triton import mxfp4_wgmma
+from fastlayers.moe.fused_moe.triton.mxfp4_blocks import blocks_of
 from fastlayers.moe.fused_moe.triton.mxfp4_mma import (
     MAX_SCALE,
     ask,
@@ -268,29 +268,19 @@ def _blocks(
     bias13: bool, bias2: bool, dtype: torch.dtype, plan: HopperLaunchConfig, device: torch.device,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return bytes, where the pairs' rows lie, and the launches for blocks of pairs of one expert."""
-    launch, pairs, i32 = dependent_launch(device), tokens * per_token, torch.int32
-    few, blocks = pairs <= FEW, num_blocks(pairs, experts, plan.tokens)
-    slots = blocks * plan.tokens
-    size, (ordered, rows, partial, *aligned) = side_by_side(
-        (slots * fragment_columns(hidden), dtype), (slots * fragment_columns(inner), dtype),
-        (pairs * hidden, torch.float32), *(((slots, i32), (blocks, i32), (1, i32)) if few else ()),
+    launch, pairs = dependent_launch(device), tokens * per_token
+    columns = fragment_columns(hidden), fragment_columns(inner)
+    of = blocks_of(
+        gather_kernel, tokens, per_token, experts, hidden, inner, columns, x_stride, dtype, plan, device
     )  # fmt: skip
     sizes = {"HIDDEN": hidden, "INNER": inner, "TOKENS": plan.tokens} | launch
     first = sizes | {"HAS_BIAS": bias13, "R": plan.r1, "W": plan.w1, "AHEAD": plan.s1, "num_warps": plan.w1}
     second = sizes | {"HAS_BIAS": bias2, "R": plan.r2, "W": plan.w2, "AHEAD": plan.s2, "num_warps": plan.w2}
-    grids = (blocks * cdiv(2 * inner, 16 * plan.r1 * plan.w1),), (blocks * cdiv(hidden, 16 * plan.r2 * plan.w2),)
-    into = (0, _as_words(ordered)), (4, rows), *zip((5, 6, 7), aligned, strict=False)
-    out = (0, _as_words(rows)), (5, partial), *zip((6, 7, 8), aligned, strict=False)
-    gathered = (*zip((1, 2), aligned[::2], strict=False), (3, ordered))
+    into, out = (0, _as_words(of.ordered)), (0, _as_words(of.rows))
     return (
-        size, partial,
-        launch_few(pairs, experts, plan.tokens, device, tuple(zip((1, 2, 3), aligned, strict=True))) if few else None,
-        gather_kernel.at(
-            (slots,), x_stride, hidden, pairs, parts=gathered, PER_TOKEN=per_token, BLOCK=next_power_of_2(hidden),
-            num_warps=4, **launch,
-        ),
-        rows_gate_up_kernel.at(grids[0], pairs, alpha, limit, parts=into, **first),
-        rows_down_kernel.at(grids[1], pairs, parts=out, **second),
+        of.size, of.partial, of.align, of.order,
+        rows_gate_up_kernel.at(of.grids[0], pairs, alpha, limit, parts=(into, (4, of.rows), *of.first), **first),
+        rows_down_kernel.at(of.grids[1], pairs, parts=(out, (5, of.partial), *of.second), **second),
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ interpreter, which knows no Gluon.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,13 +28,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from fastlayers.integers import cdiv, next_power_of_2
-from fastlayers.moe.align.layer import num_blocks
-from fastlayers.moe.align.triton import FEW, launch_few
 from fastlayers.moe.fused_moe.triton.activation import activation_of
+from fastlayers.moe.fused_moe.triton.mxfp4_blocks import blocks_of
 from fastlayers.moe.fused_moe.triton.mxfp4_mma import UNFOLD, left_operand
 from fastlayers.moe.fused_moe.triton.mxfp4_plans import DIRECT, REGISTERS, HopperLaunchConfig
-from fastlayers.runtime.launch import kernel, side_by_side
+from fastlayers.runtime.launch import kernel
 from fastlayers.triton_lang import await_inputs, dependent_launch, release_dependents
 
 DECODE, OPERANDS = left_operand()
@@ -314,33 +313,21 @@ def launches(
 
     The latter is ``None`` where the plan says so, and where the tokens' rows do not lie one after another.
     """
-    launch, pairs, i32 = dependent_launch(device), tokens * per_token, torch.int32
-    few, blocks = pairs <= FEW, num_blocks(pairs, experts, plan.tokens)
-    slots = blocks * plan.tokens
-    size, (ordered, rows, partial, *aligned) = side_by_side(
-        (slots * hidden, dtype), (slots * inner, dtype), (pairs * hidden, torch.float32),
-        *(((slots, i32), (blocks, i32), (1, i32)) if few else ()),
+    pairs = tokens * per_token
+    of = blocks_of(
+        slots_kernel, tokens, per_token, experts, hidden, inner, (hidden, inner), x_stride, dtype, plan, device
     )  # fmt: skip
-    sizes = {"HIDDEN": hidden, "INNER": inner, "TOKENS": plan.tokens} | launch
+    sizes = {"HIDDEN": hidden, "INNER": inner, "TOKENS": plan.tokens} | dependent_launch(device)
     first: dict[str, Any] = sizes | _of(plan.r1, plan.w1, plan.s1) | {"HAS_BIAS": bias13}
     second: dict[str, Any] = sizes | _of(plan.r2, plan.w2, plan.s2) | {"HAS_BIAS": bias2}
-    grids = (blocks * cdiv(2 * inner, 16 * plan.r1 * plan.w1),), (blocks * cdiv(hidden, 16 * plan.r2 * plan.w2),)
-    into = (4, rows), *zip((5, 6, 7), aligned, strict=False)
-    out = (0, rows), (5, partial), *zip((6, 7, 8), aligned, strict=False)
-    gathered = (*zip((1, 2), aligned[::2], strict=False), (3, ordered))
+    into, out = ((4, of.rows), *of.first), ((0, of.rows), (5, of.partial), *of.second)
+    gate_up = partial(wgmma_gate_up_kernel.at, of.grids[0], pairs, alpha, limit, **first)
     direct: Callable[..., None] | None = None
     if plan.wgmma == DIRECT and x_stride == hidden:
-        direct = wgmma_gate_up_kernel.at(grids[0], pairs, alpha, limit, parts=into, PER_TOKEN=per_token, **first)
+        direct = gate_up(parts=into, PER_TOKEN=per_token)
     return (
-        size, partial,
-        launch_few(pairs, experts, plan.tokens, device, tuple(zip((1, 2, 3), aligned, strict=True))) if few else None,
-        slots_kernel.at(
-            (slots,), x_stride, hidden, pairs, parts=gathered, PER_TOKEN=per_token, BLOCK=next_power_of_2(hidden),
-            num_warps=4, **launch,
-        ),
-        wgmma_gate_up_kernel.at(grids[0], pairs, alpha, limit, parts=((0, ordered), *into), PER_TOKEN=0, **first),
-        wgmma_down_kernel.at(grids[1], pairs, parts=out, **second),
-        direct,
+        of.size, of.partial, of.align, of.order, gate_up(parts=((0, of.ordered), *into), PER_TOKEN=0),
+        wgmma_down_kernel.at(of.grids[1], pairs, parts=out, **second), direct,
     )  # fmt: skip
 
 
