@@ -353,8 +353,8 @@ def _decode_launches(
     shape: tuple[int, ...], rank: int, requests: int, strides: tuple[int, ...], scale: float, max_query_len: int,
     max_seq_len: int, dtype: torch.dtype, kv_dtype: torch.dtype, page: int, tree: bool, rounded: bool,
     knobs: tuple[int, ...], device: torch.device,
-) -> tuple[int, Callable[..., None], Callable[..., None]]:  # fmt: skip
-    """Return the most splits of one shape, what launches the attention, and what adds its splits.
+) -> tuple[int, bool, Callable[..., None], Callable[..., None]]:  # fmt: skip
+    """Return the most splits of one shape, whether lengths settle them, what launches the attention, and what adds up.
 
     ``rounded``: with a power of two blocks of rows a request, as their number is compiled in: those without rows end.
     """
@@ -378,7 +378,7 @@ def _decode_launches(
         (rows,), splits, rows, RANK=rank, MAX_SPLITS=MAX_SPLITS, BLOCK=REDUCE_BLOCK, OWN=block > 0, num_warps=4,
         **launch,
     )  # fmt: skip
-    return splits, decode, reduce
+    return splits, block > 0, decode, reduce
 
 
 @operator("mla_decode", empty_decode)
@@ -391,7 +391,7 @@ def _decode(
     o, lse = q.new_empty(tokens, heads, rank), q.new_empty(tokens, heads, dtype=torch.float32)
     if tokens == 0:
         return o, lse
-    splits, decode, reduce = _decode_launches(
+    splits, by_length, decode, reduce = _decode_launches(
         q.shape, rank, page_table.shape[0], (*q.stride()[:2], *cache.stride()[:2], page_table.stride()[0]), scale,
         # No split ends within so many rows, so that the longest request may be rounded down.
         max_query_len, max_seq_len - max_seq_len % SPLIT_ROWS, q.dtype, cache.dtype, cache.shape[1], tree is not None,
@@ -401,6 +401,7 @@ def _decode(
     if splits > 1:
         partial = q.new_empty(splits, tokens, heads, rank, dtype=torch.float32)
         partial_lse = q.new_empty(splits, tokens, heads, dtype=torch.float32)
+    if by_length:
         parts = q.new_empty(tokens, heads, dtype=torch.int32)
     decode(
         q, cache, page_table, starts, cu_seqlens_q, positions, seq_lens, positions if tree is None else tree,
