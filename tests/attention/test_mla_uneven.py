@@ -63,14 +63,22 @@ def test_parts_by_length_add_up(case: Case) -> None:
 
 
 @triton.jit
+def _mean_part(
+    lens_ptr, requests, wanted, REQUESTS: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr
+):  # fmt: skip
+    every = tl.arange(0, REQUESTS)
+    keys = tl.load(lens_ptr + every, mask=every < requests, other=0)
+    usual = tl.maximum(tl.cdiv(tl.sum(keys, axis=0), requests * wanted), LEAST)
+    return keys, tl.cdiv(usual, BLOCK_N) * BLOCK_N
+
+
+@triton.jit
 def _a_part_is_lost(
     slot, lens_ptr, starts_ptr, requests, wanted, splits, REQUESTS: tl.constexpr, BLOCK_N: tl.constexpr,
     LEAST: tl.constexpr,
 ):  # fmt: skip
     every = tl.arange(0, REQUESTS)
-    keys = tl.load(lens_ptr + every, mask=every < requests, other=0)
-    usual = tl.maximum(tl.cdiv(tl.sum(keys, axis=0), requests * wanted), LEAST)
-    part = tl.cdiv(usual, BLOCK_N) * BLOCK_N
+    keys, part = _mean_part(lens_ptr, requests, wanted, REQUESTS, BLOCK_N, LEAST)
     parts = tl.where(every < requests, tl.maximum(keys // part, 1), 0)
     last = tl.cumsum(parts, axis=0)
     request = tl.sum((last <= slot).to(tl.int32), axis=0)
@@ -84,10 +92,8 @@ def _parts_of_the_mean(
     slot, lens_ptr, starts_ptr, requests, wanted, splits, REQUESTS: tl.constexpr, BLOCK_N: tl.constexpr,
     LEAST: tl.constexpr,
 ):  # fmt: skip
-    every = tl.arange(0, REQUESTS)
-    keys = tl.load(lens_ptr + every, mask=every < requests, other=0)
-    usual = tl.maximum(tl.cdiv(tl.sum(keys, axis=0), requests * wanted), LEAST)
-    return slot // wanted, slot % wanted, tl.cdiv(usual, BLOCK_N) * BLOCK_N, wanted
+    _, part = _mean_part(lens_ptr, requests, wanted, REQUESTS, BLOCK_N, LEAST)
+    return slot // wanted, slot % wanted, part, wanted
 
 
 @triton.jit
