@@ -120,20 +120,25 @@ def about(cfg: Any, device: Device) -> str:
     return f"wgmma from {FEWEST} tokens on, mma.sync below" if why is None else f"mma.sync for any number: {why}"
 
 
+def _wgmma_block(tokens: int) -> int:
+    """Return the slots of a block with ``wgmma`` that suit so many tokens."""
+    return 16 if tokens <= 96 else 32 if tokens <= 192 else 64
+
+
 def plan_for(tokens: int, hidden: int, inner: int) -> HopperLaunchConfig:
     """Return how ``tokens`` tokens run without a table, of experts with so many columns in either product."""
     if tokens <= 2:
         return HELD[0] if max(hidden, inner) <= MAX_HELD else _both(0, (1, 4, 4))
     if tokens >= FEWEST and no_wgmma(hidden, inner) is None:
-        block, rows = (16, DIRECT) if tokens <= 96 else (32, DIRECT) if tokens <= 192 else (64, GATHERED)
-        return replace(_both(block, _WGMMA[0]), wgmma=rows)
+        block = _wgmma_block(tokens)
+        return replace(_both(block, _WGMMA[0]), wgmma=GATHERED if block == 64 else DIRECT)
     block = 8 if tokens <= 48 else 16 if tokens <= 96 else 32
     return _both(block, _SHAPES[block][0])
 
 
 def _wgmma_plans(tokens: int) -> list[HopperLaunchConfig]:
     """Return at most five plans with ``wgmma``, the likeliest first."""
-    block = 16 if tokens <= 96 else 32 if tokens <= 192 else 64
+    block = _wgmma_block(tokens)
     wide, narrow = (replace(_both(block, shape), wgmma=DIRECT) for shape in _WGMMA)
     other = replace(wide, tokens=16 if block == 32 else 32)
     if tokens > MANY:
