@@ -17,6 +17,9 @@ from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.linear.dense import triton as linear_triton
 from fastlayers.linear.dense import triton_vector as vector
 from fastlayers.linear.dense.layer import LinearConfig
+from fastlayers.linear.weight_only import triton as weight_only
+from fastlayers.linear.weight_only.layer import WeightOnlyLinearConfig, quantize_weight_only
+from fastlayers.linear.weight_only.reference import ReferenceWeightOnlyLinear
 from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild, compiled_for
 from fastlayers.triton_lang import await_inputs, dependent_launch, release_dependents
@@ -77,6 +80,46 @@ def test_rows_do_not_depend_on_each_other() -> None:
     for row in range(4):
         alone = product(vector.vector_kernel, x[row : row + 1], weight, bias, 2, 32, 2)
         assert torch.equal(alone[0], together[row])
+
+
+VECTOR = {"VECTOR": 1, "BLOCK_N": 2, "num_warps": 1, "AHEAD": 1}
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [4, 5, 16])
+def test_a_table_with_vectors_alone_serves_more_rows_by_the_rule(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Tuned at 1 and 4 tokens, a ladder's last rung has the vector kernel: a prompt is not unrolled by it."""
+    unrolled: list[int] = []
+
+    class Spied:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def at(self, *given: Any, **constants: Any) -> Any:
+            unrolled.append(constants["ROWS"])
+            return self.kernel.at(*given, **constants)
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def launch(*given: Any, **constants: Any) -> None:
+                unrolled.append(constants["ROWS"])
+                self.kernel[grid](*given, **constants)
+
+            return launch
+
+    monkeypatch.setattr(linear_triton, "vector_kernel", Spied(vector.vector_kernel))
+    name = "_weight_only_vector_kernel"
+    monkeypatch.setattr(weight_only, name, Spied(getattr(weight_only, name)))
+    linear_triton._launches.cache_clear()
+    x, weight, _ = operands(rows, 24, 160, bias=False)
+    dense = linear_triton.TritonLinear(LinearConfig(160, 24), VECTOR | {"BLOCK_K": 64})(x, weight, None)
+    torch.testing.assert_close(dense.double(), wanted(x, weight, None), rtol=8e-3, atol=2e-2)
+    cfg = WeightOnlyLinearConfig(160, 24, group_size=32)
+    stored, scale, _ = quantize_weight_only(weight, group_size=32)
+    coded = weight_only.TritonWeightOnlyLinear(cfg, VECTOR | {"BYTES": 64})(x, stored, scale, None, None, None)
+    exact = ReferenceWeightOnlyLinear(cfg)(x, stored, scale, None, None, None)
+    torch.testing.assert_close(coded.float(), exact, rtol=8e-3, atol=2e-2)
+    assert unrolled == ([4, 4] if rows == 4 else [])
+    linear_triton._launches.cache_clear()
 
 
 MUTANTS = {

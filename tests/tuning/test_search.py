@@ -248,6 +248,38 @@ def test_what_the_nearest_ladder_would_run_is_timed_too(
     assert ratios[other.tuning_key() or ""] == [8.5 / 8.0] * 2
 
 
+def test_what_won_at_few_tokens_is_not_tried_where_it_does_not_serve(
+    fast: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel whose rows are unrolled, of 64 rows: the compiler takes a minute for each of four winners."""
+    ran: list[tuple[dict[str, int], int]] = []
+
+    class FewRows(Fast):
+        def __call__(self, *given: Any) -> torch.Tensor:
+            ran.append((self.config, given[0].shape[0]))
+            return super().__call__(*given)
+
+        @staticmethod
+        def candidates(cfg: FP8LinearConfig, num_tokens: int) -> list[dict[str, int]]:
+            return [{"BLOCK": size} for size in ((64, 32, 16) if num_tokens <= 4 else (128,))]
+
+        @staticmethod
+        def serves(config: Mapping[str, int], num_tokens: int) -> bool:
+            return config["BLOCK"] > 64 or num_tokens <= 4
+
+    monkeypatch.setattr(FP8_LINEAR, "ranked", [replace(fast, target=FewRows), *FP8_LINEAR.ranked[1:]])
+    clock = KnownClock(TIMES | {128: 7.0})
+    path = tune_shape(Bench("fp8_linear", CFG, CPU, clock), (1, 16), tmp_path, command="x", fill=True)
+    assert {rows for config, rows in ran if config.get("BLOCK", 0) in (16, 32, 64)} == {1, 2, 4}
+    assert {rows for config, rows in ran if config.get("BLOCK") == 128} >= {8, 16, search.PARITY_TOKENS}
+    table = json.loads(path.read_text())
+    assert table["failed"] == {} and [row["max_tokens"] for row in table["ladder"]] == [1, None]
+    # What serves few tokens is checked with so many.
+    bench, option = Bench("fp8_linear", CFG, CPU, clock), Option("fast", (("BLOCK", 64),))
+    ran.clear()
+    assert bench.check(option) < 5e-3 and {rows for _, rows in ran} == {4}
+
+
 def test_an_interrupted_run_goes_on_where_it_stopped(fast: Backend, tmp_path: Path) -> None:
     class Interrupted(KnownClock):
         def measure(self, calls: Mapping[str, Known], rounds: int) -> dict[str, Timing]:

@@ -86,7 +86,18 @@ class Bench:
                 found[Option(backend.name, tuple(sorted(config.items())))] = None
         for option in more:
             found[option] = None
-        return [option for option in found if option not in self.failed]
+        return self.working(found, tokens)
+
+    def working(self, options: Iterable[Option], tokens: int) -> list[Option]:
+        """Return what did not fail and serves so many tokens: what won at 4 may be nothing for 64."""
+        return [option for option in options if option not in self.failed and self.serves(option, tokens)]
+
+    def serves(self, option: Option, tokens: int) -> bool:
+        """Return whether a backend says (``serves(config, num_tokens)``) that a configuration is for so many tokens."""
+        if not option.config:
+            return True
+        says = getattr(registry(self.layer).named(option.backend).load(), "serves", None)
+        return says is None or bool(says(dict(option.config), tokens))
 
     def _some(self, candidates: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
         """Return the first candidate and at most ``most_candidates - 1`` others, from all over the list."""
@@ -113,7 +124,8 @@ class Bench:
         ParityError
             The option computes something else.
         """
-        small = case if case is not None else case_at(self.layer, self.cfg, PARITY_TOKENS, context=129)
+        tokens = next(count for count in range(PARITY_TOKENS, 0, -1) if count == 1 or self.serves(option, count))
+        small = case if case is not None else case_at(self.layer, self.cfg, tokens, context=129)
 
         def error() -> float:
             draw = partial(drawn_on, self.place)
@@ -200,7 +212,7 @@ class Bench:
 
     def time_few(self, tokens: int, options: Iterable[Option], rounds: int) -> list[Sample]:
         """Return what these options take at this token count, without those that failed."""
-        working = [option for option in dict.fromkeys(options) if option not in self.failed]
+        working = self.working(dict.fromkeys(options), tokens)
         timed = self.ready(case_at(self.layer, self.cfg, tokens), working)
         measured = self.clock.measure({str(option): timed[option] for option in timed}, rounds)
         return [Sample(tokens, o, measured[str(o)].us, measured[str(o)].spread_us) for o in timed]

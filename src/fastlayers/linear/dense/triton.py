@@ -107,6 +107,14 @@ def candidates(cfg: LinearConfig, num_tokens: int) -> list[dict[str, int]]:
     return [config for index, config in enumerate(found) if config not in found[:index]]
 
 
+def serves(config: Mapping[str, int], num_tokens: int) -> bool:
+    """Return whether a configuration is for so many rows; others run by :func:`rule`.
+
+    The vector kernel's rows are unrolled: of 64 its compiler takes a minute, of a prompt's it never ends.
+    """
+    return not config.get("VECTOR") or num_tokens <= MAX_VECTOR_ROWS
+
+
 def _matrix_candidates(cfg: LinearConfig, rows: int) -> list[dict[str, int]]:
     m = max(16, min(128, next_power_of_2(rows)))
     shapes = (
@@ -146,7 +154,9 @@ def _launches(
     m: int, n: int, k: int, x_stride: int, weight_stride: int, dtype: torch.dtype, bias: bool,
     config: tuple[int, ...], device: torch.device,
 ) -> _Launches:  # fmt: skip
-    c, launch = dict(zip(PARAMETERS, config, strict=True)) if config else rule(m, n, k, dtype), dependent_launch(device)
+    c, launch = dict(zip(PARAMETERS, config, strict=True)) if config else {}, dependent_launch(device)
+    if not c or not serves(c, m):
+        c = rule(m, n, k, dtype)
     numbers = m, n, k, x_stride, weight_stride
     sizes = {"HAS_BIAS": bias, "EVEN_K": k % c["BLOCK_K"] == 0, "BLOCK_N": c["BLOCK_N"], "BLOCK_K": c["BLOCK_K"]}
     if c["VECTOR"]:
@@ -209,7 +219,7 @@ def _run(
 class TritonLinear:
     """Reads ``x`` with any row stride; sums in fp32 and rounds once, after the bias."""
 
-    candidates = staticmethod(candidates)
+    candidates, serves = staticmethod(candidates), staticmethod(serves)
 
     def __init__(self, cfg: LinearConfig, config: Mapping[str, int] | None = None) -> None:
         self.out_dtype = cfg.y_dtype

@@ -230,6 +230,11 @@ def candidates(cfg: WeightOnlyLinearConfig, num_tokens: int) -> list[dict[str, i
     return [config for index, config in enumerate(found) if config not in found[:index]]
 
 
+def serves(config: Mapping[str, int], num_tokens: int) -> bool:
+    """Return whether a configuration is for so many rows, which the vector kernel unrolls; others run by the rule."""
+    return not config.get("VECTOR") or num_tokens <= MAX_VECTOR_ROWS
+
+
 def _fake(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
@@ -245,12 +250,9 @@ def _weight_only(
     y = x.new_empty(m, n)
     if m == 0:
         return y
-    c: Mapping[str, int]
-    c = (
-        dict(zip(PARAMETERS, config, strict=True))
-        if config
-        else rule(m, n, k, x.dtype, format, group, index is not None)
-    )
+    c: Mapping[str, int] = dict(zip(PARAMETERS, config, strict=True)) if config else {}
+    if not c or not serves(c, m):
+        c = rule(m, n, k, x.dtype, format, group, index is not None)
     nibbles, launch, grouped = format == "w4a16", dependent_launch(x.device), group > 0
     codes = weight.view(torch.uint8) if format == "fp8_w8a16" else weight
     addend, zeros, run = y if bias is None else bias, scale if zero is None else zero, _run(group, x.dtype)
@@ -289,7 +291,7 @@ def _weight_only(
 class TritonWeightOnlyLinear:
     """One kernel; where K is split, a second adds the parts."""
 
-    candidates = staticmethod(candidates)
+    candidates, serves = staticmethod(candidates), staticmethod(serves)
 
     def __init__(self, cfg: WeightOnlyLinearConfig, config: Mapping[str, int] | None = None) -> None:
         self.cfg = cfg
