@@ -39,6 +39,11 @@ def wrong_scale(values: torch.Tensor) -> str | None:
     return None if bool(values.float().isfinite().all()) else "a scale is NaN or infinite; accepted: finite numbers"
 
 
+def wrong_exponent(values: torch.Tensor) -> str | None:
+    """Return what is wrong with scales in e8m0: 255 is its NaN, and our kernels would read it as 2^128."""
+    return "a scale is 255, e8m0's NaN; accepted: 0 to 254" if bool((values == 255).any()) else None
+
+
 def wrong_divisor(values: torch.Tensor) -> str | None:
     """Return what is wrong with numbers that inputs are divided by."""
     if (wrong := wrong_scale(values)) is not None:

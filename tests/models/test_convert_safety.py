@@ -90,6 +90,33 @@ def test_mxfp4_multiplied_out_is_what_stock_transformers_computes_with(tmp_path:
         assert relative_rms(FastlayersRunner(folder, torch.float32, CPU).logits(ids), wanted) < 1e-5
 
 
+@pytest.mark.parametrize("projection", ["gate_up", "down"])
+def test_an_mxfp4_scale_that_is_no_number_is_refused_by_name(tmp_path: Path, projection: str) -> None:
+    """255 is e8m0's NaN: neither 2^128 nor a warning."""
+    name = f"{stem(projection)}_scales"
+
+    def last_byte(to: int) -> Path:
+        folder = tmp_path / str(to)
+        return rewrite(GPT_OSS, folder, lambda t: t[name].view(-1)[-1:].fill_(to))
+
+    AutoModel.from_pretrained(last_byte(254))
+    folder = last_byte(255)
+    words = rf"^{name}: a scale is 255, e8m0's NaN; accepted: 0 to 254"
+    with pytest.raises(CheckpointError, match=words):
+        AutoModel.from_pretrained(folder)
+    with pytest.raises(CheckpointError, match=words):
+        dequantize_checkpoint(folder, tmp_path / "x")
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_scales_that_are_no_numbers_are_not_multiplied_out(tmp_path: Path, broken: float) -> None:
+    convert_checkpoint(SHIPPED, tmp_path / "fp8", "fp8-block")
+    name = "model.layers.1.self_attn.o_proj.weight_scale_inv"
+    folder = rewrite(tmp_path / "fp8", tmp_path / "odd", lambda t: t[name].view(-1)[-1:].fill_(broken))
+    with pytest.raises(CheckpointError, match=rf"^{name}: a scale is NaN or infinite; accepted: finite"):
+        dequantize_checkpoint(folder, tmp_path / "x")
+
+
 def test_a_dequantised_gpt_oss_converts_to_fp8(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"quantised already \(mxfp4\); accepted: .*--format bf16"):
         convert_checkpoint(GPT_OSS, tmp_path / "x", "fp8-block")

@@ -34,6 +34,7 @@ from fastlayers.linear.int8.layer import quantize_channel_weight
 from fastlayers.quant.block_quant import dequantize_block_weight, quantize_block_weight
 from fastlayers.quant.mxfp4.codes import dequantize_mxfp4
 from fastlayers.quant.spec import QuantSpec
+from fastlayers.weights import wrong_exponent, wrong_scale
 from fastlayers_models.check_quantization import check_quantization
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.convert.readme import dequantised_readme, quantised_readme
@@ -316,6 +317,8 @@ def _multiplied(
     if checkpoint.dtype(scale) not in FLOATS:
         raise CheckpointError(f"{scale} is {checkpoint.dtype(scale)}; scales are read from {', '.join(FLOATS)}")
     factors = checkpoint.read(scale)
+    if (words := wrong_scale(factors)) is not None:
+        raise CheckpointError(f"{scale}: {words}")
     if spec.format == "fp8_block":
         return dequantize_block_weight(codes, factors, spec.block_size, dtype)
     if codes.dim() != 2 or factors.numel() not in (1, len(codes)):
@@ -330,7 +333,10 @@ def _unpacked(name: str, checkpoint: Checkpoint, dtype: torch.dtype) -> Tensors:
     if not name.endswith(blocks):
         return {name: checkpoint.read(name)}
     stem = name.removesuffix(blocks)
-    weight = dequantize_mxfp4(checkpoint.read(name), checkpoint.read(stem + scales), dtype)
+    exponents = checkpoint.read(stem + scales)
+    if (words := wrong_exponent(exponents)) is not None:
+        raise CheckpointError(f"{stem}{scales}: {words}")
+    weight = dequantize_mxfp4(checkpoint.read(name), exponents, dtype)
     return {stem: weight.transpose(-2, -1).contiguous()}
 
 

@@ -21,7 +21,7 @@ from fastlayers.errors import ArgumentError
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.quant.mxfp4.codes import BYTES, GROUP, groups_of
-from fastlayers.weights import Slot
+from fastlayers.weights import Slot, wrong_exponent
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,15 @@ def slots_of_packed(
                 f"{names.gate_up}_blocks",
                 Slot(experts.w13[expert], (count, 2 * full, wide, BYTES), (one, rows)),
             )
-            yield f"{names.gate_up}_scales", Slot(experts.w13_scale[expert], (count, 2 * full, wide), (one, rows))
+            shape = count, 2 * full, wide
+            scale = Slot(experts.w13_scale[expert], shape, (one, rows), wrong=wrong_exponent)
+            yield f"{names.gate_up}_scales", scale
             yield (
                 f"{names.down}_blocks",
                 Slot(experts.w2[expert], (count, hidden, narrow, BYTES), (one, every, groups)),
             )
-            yield f"{names.down}_scales", Slot(experts.w2_scale[expert], (count, hidden, narrow), (one, every, groups))
+            shape, part = (count, hidden, narrow), (one, every, groups)
+            yield f"{names.down}_scales", Slot(experts.w2_scale[expert], shape, part, wrong=wrong_exponent)
         else:
             # Transposed views of the parameters: the copy turns them, and dtypes are checked as everywhere.
             yield names.gate_up, Slot(experts.w13[expert].mT, (count, hidden, 2 * full), (one, every, rows))

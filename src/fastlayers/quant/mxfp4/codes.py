@@ -9,8 +9,9 @@
 
     w[..., 32·g + i] = value(code) · 2^(scales[..., g] - 127)
 
-Values are exact in bf16 and fp32 unless they overflow. (In the OCP format scale 255 is no number; here it is 2^128,
-as in Hugging Face's code.) Source: OCP Microscaling Formats v1.0; GPT-OSS's checkpoints.
+Values are exact in bf16 and fp32 unless they overflow. (In the OCP format scale 255 is no number; checkpoints with it
+are refused, and arithmetic takes it for 2^128, as Hugging Face's does.) Source: OCP Microscaling Formats v1.0;
+GPT-OSS's checkpoints.
 """
 
 from __future__ import annotations
