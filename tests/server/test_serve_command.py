@@ -61,9 +61,9 @@ def engine_of_process(process: subprocess.Popen[bytes]) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds the engine's process through /proc")
 def test_the_tiny_model_is_served_survives_its_engine_and_drains() -> None:
-    with serving("--served-model-name", "tiny", "--shutdown-timeout", "20") as (url, process, lines):
+    with serving("--served-model-name", "tiny", "--shutdown-timeout", "60") as (url, process, lines):
         ask = {"model": "tiny", "messages": [{"role": "user", "content": "What is 127 + 45?"}]}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=ask, timeout=30).json()
+        answer = httpx.post(f"{url}/v1/chat/completions", json=ask, timeout=60).json()
         assert answer["choices"][0]["message"]["content"].strip() == "172"
         chosen = ["yes", "no"]
         forced = {
@@ -97,10 +97,10 @@ def test_the_tiny_model_is_served_survives_its_engine_and_drains() -> None:
         assert all(p < 0 for p in told["token_logprobs"][1:])
         bad = httpx.post(f"{url}/v1/completions", json=forced | {"structured_outputs": {"regex": "("}}, timeout=60)
         assert (bad.status_code, bad.json()["error"]["code"]) == (400, "invalid_grammar")
-        chosen = httpx.get(f"{url}/backends").json()
+        chosen = httpx.get(f"{url}/backends", timeout=60).json()
         assert {"mla[decode]", "fused_moe"} <= {row["layer"] for row in chosen} and all(row["chosen"] for row in chosen)
-        assert httpx.get(f"{url}/explain").json()["ticks"]
-        assert "fastlayers_requests_total" in httpx.get(f"{url}/metrics").text
+        assert httpx.get(f"{url}/explain", timeout=60).json()["ticks"]
+        assert "fastlayers_requests_total" in httpx.get(f"{url}/metrics", timeout=60).text
         # Kill the engine in the middle of a stream.
         first = engine_of_process(process)
         endless = {"model": "tiny", "prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True}
@@ -111,15 +111,15 @@ def test_the_tiny_model_is_served_survives_its_engine_and_drains() -> None:
             rest = [line for line in events if line]
         assert rest[-1] == "data: [DONE]" and '"code":"engine_restarting"' in rest[-2]
         phases = set()
-        end = time.monotonic() + 60
-        while (ready := httpx.get(f"{url}/ready")).status_code != 200 and time.monotonic() < end:
+        end = time.monotonic() + 180
+        while (ready := httpx.get(f"{url}/ready", timeout=60)).status_code != 200 and time.monotonic() < end:
             phases.add(ready.json()["phase"])
-            refused = httpx.post(f"{url}/v1/completions", json=endless | {"stream": False, "max_tokens": 1})
+            refused = httpx.post(f"{url}/v1/completions", json=endless | {"stream": False, "max_tokens": 1}, timeout=60)
             assert refused.status_code in (200, 503)
             time.sleep(0.05)
         assert ready.status_code == 200 and phases
         assert engine_of_process(process) != first
-        assert httpx.post(f"{url}/v1/chat/completions", json=ask, timeout=30).json()["choices"][0]["message"] == answer["choices"][0]["message"]  # fmt: skip  # noqa: E501
+        assert httpx.post(f"{url}/v1/chat/completions", json=ask, timeout=60).json()["choices"][0]["message"] == answer["choices"][0]["message"]  # fmt: skip  # noqa: E501
         # What runs is finished on SIGTERM, which systemd sends to all processes of a service.
         with httpx.stream("POST", f"{url}/v1/completions", json=endless | {"max_tokens": 60}, timeout=60) as response:
             events = response.iter_lines()
@@ -128,7 +128,7 @@ def test_the_tiny_model_is_served_survives_its_engine_and_drains() -> None:
                 os.kill(pid, signal.SIGTERM)
             rest = [line for line in events if line]
         assert '"finish_reason":"length"' in rest[-2]
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
         assert any("draining" in line for line in lines)
         # Machines read every line, the engine's as well; what people wait for is the one sentence.
         read = [json.loads(line) for line in lines if " is served at " not in line]
@@ -140,7 +140,7 @@ def test_one_process_is_enough_where_asked_for() -> None:
     forced = json.loads(guide.partition("### Tool calls")[2].partition("-d '")[2].partition("'\n")[0])
     with serving("--in-process", "--api-key", "sk-1", "--speculative-algorithm", "ngram") as (url, process, _):
         ask = {"model": "tiny_deepseek_v3", "messages": [{"role": "user", "content": "What is 127 + 45?"}]}
-        assert httpx.post(f"{url}/v1/chat/completions", json=ask).status_code == 401
+        assert httpx.post(f"{url}/v1/chat/completions", json=ask, timeout=60).status_code == 401
         headers = {"authorization": "Bearer sk-1"}
         answer = httpx.post(f"{url}/v1/chat/completions", json=ask, headers=headers, timeout=60).json()
         assert answer["choices"][0]["message"]["content"].strip() == "172"
@@ -163,12 +163,12 @@ def test_one_process_is_enough_where_asked_for() -> None:
         (choice,) = client.chat.completions.create(**free | {"messages": told}).choices
         assert choice.message.content
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", CODE, "serve", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def test_a_context_that_the_model_lacks_is_one_sentence_and_an_exit_code() -> None:
@@ -230,7 +230,7 @@ def test_a_start_that_is_ended_leaves_nothing(short_folder: Path) -> None:
             time.sleep(0.001)
         time.sleep(wait)
         process.send_signal(number)
-        said = process.communicate(timeout=60)[1]
+        said = process.communicate(timeout=180)[1]
         assert process.returncode == code and b"Traceback" not in said, said
         assert not [path.name for path in short_folder.iterdir() if path.name.startswith("fastlayers-")]
 
@@ -247,7 +247,7 @@ def test_a_signal_whose_exception_was_swallowed_ends_the_start_later(short_folde
     )
     for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
         command = [sys.executable, "-c", swallowed.format(number.name) + CODE, "serve", "--port", "0"]
-        done = subprocess.run(command, env=os.environ | {"TMPDIR": str(short_folder)}, capture_output=True, timeout=120)
+        done = subprocess.run(command, env=os.environ | {"TMPDIR": str(short_folder)}, capture_output=True, timeout=300)
         assert done.returncode == code and b"Traceback" not in done.stderr, done.stderr
         assert not [path.name for path in short_folder.iterdir() if path.name.startswith("fastlayers-")]
 
@@ -283,10 +283,12 @@ def test_a_second_signal_leaves_nothing(short_folder: Path) -> None:
             break
     assert any(short_folder.glob("fastlayers-engine-*"))
     process.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
+    url = line.split(b" is served at ")[1].split()[0].decode()
+    while httpx.get(f"{url}/ready", timeout=60).status_code != 503:
+        time.sleep(0.02)
     assert process.poll() is None, "it drains"
     process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=5)[1]
+    said = process.communicate(timeout=45)[1]  # of the sixty seconds that it would drain
     assert process.returncode == 1 and b"second signal" in said
     assert not [path.name for path in short_folder.iterdir() if path.name.startswith("fastlayers-")]
 
@@ -311,11 +313,11 @@ def test_a_front_that_hangs_says_where_and_ends_with_its_engine() -> None:
         process.send_signal(signal.SIGSTOP)
         time.sleep(4.0)
         process.send_signal(signal.SIGCONT)
-        assert httpx.get(f"{url}/health", timeout=30).status_code == 200
+        assert httpx.get(f"{url}/health", timeout=60).status_code == 200
         with pytest.raises(httpx.HTTPError):
-            httpx.get(f"{url}/version", timeout=40)
-        assert process.wait(30) == 71
-        end = time.monotonic() + 30
+            httpx.get(f"{url}/version", timeout=50)
+        assert process.wait(60) == 71
+        end = time.monotonic() + 60
         while not any("in version" in line for line in lines):
             assert time.monotonic() < end, lines
             time.sleep(0.05)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -241,28 +243,34 @@ def test_a_server_that_is_not_there_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("fastlayers_server.bench.serve.SILENT_SECONDS", 0.05)
-    with pytest.raises(ArgumentError, match=r"not ready after 0\.5 s: ClientConnectorError"):
-        command.bench_serve(["--port", "9", "--ready-timeout", "0.5"])
+    with monkeypatch.context() as clock:  # a try takes a few looks at it, whatever else the machine does
+        looks = itertools.count(0.0, 0.02)
+        clock.setattr("fastlayers_server.bench.serve.time", SimpleNamespace(monotonic=lambda: next(looks)))
+        with pytest.raises(ArgumentError, match=r"not ready after 0\.3 s: ClientConnectorError"):
+            command.bench_serve(["--port", "9", "--ready-timeout", "0.3"])
     said = capsys.readouterr().err
-    assert said.startswith("waiting for http://127.0.0.1:9, 0.5 s at most: ClientConnectorError"), said
+    assert said.startswith("waiting for http://127.0.0.1:9, 0.3 s at most: ClientConnectorError"), said
     assert said.count("waiting") == 1
     begin = time.monotonic()
     with pytest.raises(ArgumentError, match=r"no server listens at http://127.0.0.1:9, waited 0\.2 s \(--connect-time"):
         command.bench_serve(["--port", "9", "--connect-timeout", "0.2"])
-    assert time.monotonic() - begin < 3.0
+    assert time.monotonic() - begin < 60.0  # ten minutes are the default of a server that starts
 
 
 def test_a_server_that_starts_is_waited_for() -> None:
+    asked: list[float] = []
+
     async def ready(_: web.Request) -> web.Response:
-        phase = "weights" if time.monotonic() < begin + 0.6 else "serving"
+        asked.append(time.monotonic())
+        phase = "weights" if len(asked) < 4 else "serving"
         return web.json_response({"phase": phase}, status=503 if phase == "weights" else 200)
 
     async def run() -> str:
         async with Scripted(routes={"/ready": ready}) as url, aiohttp.ClientSession() as session:
-            return await _when_ready(session, BenchConfig(base_url=url, connect_timeout=0.1, ready_timeout=10.0))
+            return await _when_ready(session, BenchConfig(base_url=url, connect_timeout=0.1, ready_timeout=300.0))
 
-    begin = time.monotonic()
-    assert asyncio.run(run()) == "scripted" and time.monotonic() - begin >= 0.6
+    assert asyncio.run(run()) == "scripted" and len(asked) == 4
+    assert asked[-1] - asked[0] > 0.1, "who listens is waited for longer than who does not"
 
 
 def test_the_client_imports_no_torch() -> None:
@@ -273,17 +281,17 @@ def test_the_client_imports_no_torch() -> None:
 
 
 def test_startup_tells_the_phases(capsys: pytest.CaptureFixture[str]) -> None:
-    port = _free_port()
+    held, port = _held_port()
     script = (
-        "import asyncio, time; from aiohttp import web; begin = time.monotonic()\n"
-        "def ready(_): up = time.monotonic() - begin > 0.4; "
+        "from aiohttp import web; asked = []\n"
+        "def ready(q): asked.append(q); up = len(asked) > 3; "  # however long each of them takes
         "return web.json_response({'phase': 'serving' if up else 'weights'}, status=200 if up else 503)\n"
         "async def r(q): return ready(q)\n"
         "async def m(q): return web.json_response({'data': [{'id': 'x'}]})\n"
         "async def c(q): return web.json_response({})\n"
         "app = web.Application(); app.router.add_get('/ready', r); app.router.add_get('/v1/models', m); "
         "app.router.add_post('/v1/completions', c)\n"
-        f"web.run_app(app, host='127.0.0.1', port={port}, print=None)"
+        f"web.run_app(app, host='127.0.0.1', port={port}, print=None, reuse_port=True)"
     )
     import shlex
 
@@ -291,6 +299,7 @@ def test_startup_tells_the_phases(capsys: pytest.CaptureFixture[str]) -> None:
     url = f"http://127.0.0.1:{port}"
     assert command.bench_startup(["--command", start, "--base-url", url, "--iters", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["median_s"]
+    held.close()
     assert found["listens"] <= found["phase weights"] < found["ready"] <= found["first token"]
     with pytest.raises(ArgumentError, match="no program 'no-such-thing' is found on PATH"):
         command.bench_startup(["--command", "no-such-thing --port 1"])
@@ -298,9 +307,9 @@ def test_startup_tells_the_phases(capsys: pytest.CaptureFixture[str]) -> None:
         command.bench_startup(["--command", f"{sys.executable} -c 'raise SystemExit(3)'", "--base-url", url])
 
 
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as made:
-        made.bind(("127.0.0.1", 0))
-        return int(made.getsockname()[1])
+def _held_port() -> tuple[socket.socket, int]:
+    """Return a port that nobody else is given as long as the socket is open, and at which a server may listen."""
+    made = socket.socket()
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    made.bind(("127.0.0.1", 0))
+    return made, int(made.getsockname()[1])

@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +35,7 @@ from fastlayers_server.serve_config import parse
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_process import Front  # type: ignore[import-not-found]
-from test_ranks import _children, freezes  # type: ignore[import-not-found]
+from test_ranks import _children, freezes, noticed  # type: ignore[import-not-found]
 
 SETTINGS: dict[str, Any] = dict(
     device="cpu", max_num_batched_tokens=64, num_pages=64, page_size=16, max_model_len=256, max_running_requests=8
@@ -322,9 +321,9 @@ def test_a_server_of_two_groups_and_a_lost_rank() -> None:
     while len(ranks.ids.get(10, ())) < 3:
         ranks.until(p.StepOut)
     os.kill(_children(ranks.engine.pid)[1], signal.SIGKILL)
-    begin = time.monotonic()
-    assert ranks.end_of(10).code == "engine_restarting" and ranks.until(p.Died).restarting
-    assert time.monotonic() - begin < 30.0
+    assert ranks.end_of(10).code == "engine_restarting"
+    died = ranks.until(p.Died)
+    assert died.restarting and noticed(died), died
     assert ranks.until(p.EngineInfo).epoch == 2
     ranks.submit(11, 4)
     assert ranks.end_of(11).finish == "length"

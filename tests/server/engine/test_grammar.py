@@ -45,7 +45,7 @@ BOMB = "(" * 60 + "a" + "{1,9})" * 60
 
 
 async def compiled() -> tuple[dict[str, str], dict[str, Any], dict[str, str]]:
-    worker = GrammarWorker(TINY, lambda: INFO, timeout=20.0)
+    worker = GrammarWorker(TINY, lambda: INFO, timeout=120.0)
     found = {name: await worker.compile(source) for name, source in SOURCES.items()}
     dead = {name: await worker.compile(source) for name, source in DEAD.items()}
     wrong: dict[str, Any] = {}
@@ -69,7 +69,7 @@ async def compiled() -> tuple[dict[str, str], dict[str, Any], dict[str, str]]:
         await worker.compile(tag(type="regex", pattern=BOMB))
     with pytest.raises(ProcessLookupError):
         os.kill(before, 0)
-    worker.timeout = 20.0
+    worker.timeout = 120.0
     assert await worker.compile(SOURCES["choice"]) == found["choice"]
     await worker.close()
     return found, wrong, dead

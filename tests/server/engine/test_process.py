@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,7 +96,10 @@ def test_killed_while_it_streams_and_started_again() -> None:
     assert not Path(front.engine._folder).exists()
 
 
-def test_a_hung_step_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_hung_step_is_killed(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    # What is asked where it hangs has longer for its answer than a machine needs that is not busy.
+    patient = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: time.sleep(max(seconds, 1.5)))
+    monkeypatch.setattr(client, "time", patient)
     front = Front("hangs", watchdog_timeout=1.0)
     front.until(p.EngineInfo)
     front.submit(1, 4)
@@ -142,10 +146,10 @@ def test_a_hung_step_of_a_thread_says_where(capfd: pytest.CaptureFixture[str], m
     late = 0
     while late < 3:
         late += front.until(p.Beat).tick_age > 0.2
+    told = capfd.readouterr().err  # of this step: on a busy machine another one may take long, too
     go.set()
     assert front.end_of(1).finish == "length"
     front.engine.shutdown()
-    told = capfd.readouterr().err
     assert told.count("Current thread 0x") == 1 and " in wait\n" in told and " in run\n" in told, told
 
 
@@ -171,11 +175,13 @@ def test_a_last_step_that_hangs_counts_as_hung(new: int, monkeypatch: pytest.Mon
     front = Front(client=EngineClient(EngineConfig(), make=make))
     front.until(p.EngineInfo)
     front.submit(1, new)
-    hung = any(front.until(p.Beat).tick_age > 0.3 for _ in range(30))
+    end, hung = time.monotonic() + 30.0, False
+    while not hung and time.monotonic() < end:
+        hung = front.until(p.Beat).tick_age > 0.3
     go.set()
     assert hung, "it beats, and says of nothing that it takes long"
     assert front.end_of(1).finish == "length"
-    while front.until(p.Beat, 20.0).tick_age:
+    while front.until(p.Beat).tick_age:
         pass
     front.engine.shutdown()
 
@@ -185,11 +191,11 @@ def test_a_front_that_takes_nothing_is_left() -> None:
     front = Front("chatty")
     front.until(p.EngineInfo)
     deliver, taken = front.engine._deliver_to, threading.Event()
-    front.engine._deliver_to = lambda message: (taken.wait(60), deliver(message))
+    front.engine._deliver_to = lambda message: (taken.wait(300), deliver(message))
     child = front.engine._child
     front.submit(1, 4000)
     try:
-        assert child.wait(30) == 1, "it ends by itself"
+        assert child.wait(120) == 1, "it ends by itself"
     finally:
         taken.set()
     assert front.end_of(1).code == "engine_restarting"
@@ -213,7 +219,7 @@ def test_a_start_that_nobody_waits_for_ends_at_once() -> None:
         front.inbox.get(timeout=60)
     pid, begin = front.engine.pid, time.monotonic()
     front.engine.shutdown()
-    assert time.monotonic() - begin < 2.0, "a start has nothing to finish"
+    assert time.monotonic() - begin < 9.0, "a start has nothing to finish, for which it had ten seconds"
     died = front.until(p.Died)
     assert not died.restarting and died.reason == "the server ended before the engine was there"
     gone([pid], 0.0)
@@ -284,7 +290,7 @@ def test_what_comes_before_a_front_knows_of_the_death_is_nobodys(model: str) -> 
         assert front.link.stats is not None and front.link.stats.running == 0 and front.ids[2] == []
     begin = time.monotonic()
     front.engine.shutdown()
-    assert time.monotonic() - begin < 5.0, "nobody waits for that start"
+    assert time.monotonic() - begin < 9.0, "nobody waits for that start, which had ten seconds"
 
 
 def test_the_engine_ends_with_its_front(short_folder: Path) -> None:

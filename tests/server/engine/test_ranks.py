@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -225,7 +224,12 @@ def test_a_rank_that_stands_still_ends_with_its_launcher() -> None:
         assert "most recent call first" in launcher.stderr.readline()
         os.kill(rank, signal.SIGSTOP)
         launcher.kill()
-        gone([rank], 20.0)
+        gone([rank])
+
+
+def noticed(died: p.Died) -> bool:
+    """Whether others saw that a rank was gone, which nobody had to find out by waiting for a step, or for a word."""
+    return "took longer" not in died.reason and "said nothing" not in died.reason
 
 
 def freezes(front: Front) -> bool:
@@ -269,10 +273,9 @@ def test_tokens_of_two_ranks_and_a_lost_one() -> None:
     workers = _children(ranks.engine.pid)
     assert len(workers) == 2
     os.kill(workers[1], signal.SIGKILL)
-    begin = time.monotonic()
     assert ranks.end_of(10).code == "engine_restarting"
     died = ranks.until(p.Died)
-    assert died.restarting and time.monotonic() - begin < 30.0
+    assert died.restarting and noticed(died), died
     assert ranks.until(p.EngineInfo).epoch == 2
     gone(workers)
     ranks.submit(11, 4)

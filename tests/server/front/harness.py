@@ -42,7 +42,7 @@ class Server:
     def __init__(self, front: Front, app: Any, loop: asyncio.AbstractEventLoop) -> None:
         self.front, self.app, self.loop = front, app, loop
 
-    def do(self, work: Coroutine[Any, Any, Any], timeout: float = 20.0) -> Any:
+    def do(self, work: Coroutine[Any, Any, Any], timeout: float = 120.0) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout)
 
     def client(self, **headers: str) -> httpx.AsyncClient:
@@ -80,17 +80,17 @@ def serving(
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     server = Server(front, app, loop)
-    stop = asyncio.run_coroutine_threadsafe(_open(app), loop).result(10)
+    stop = asyncio.run_coroutine_threadsafe(_open(app), loop).result(120)
     try:
         if wait:
-            server.do(asyncio.wait_for(front.link.started.wait(), 10))
+            server.do(asyncio.wait_for(front.link.started.wait(), 60))
             while getattr(engine, "_engine", engine) is None:  # it says that it is there just before
                 time.sleep(0.001)
         yield server
     finally:
         server.do(stop())
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(120)
         loop.close()
 
 

@@ -116,7 +116,7 @@ def test_a_source_is_compiled_and_sent_once() -> None:
         # Who needs nothing compiled waits for nobody's grammar.
         async def beside() -> int:
             async with server.front.compiling, server.client() as client:
-                return (await asyncio.wait_for(client.post("/v1/completions", json=body), 5)).status_code
+                return (await asyncio.wait_for(client.post("/v1/completions", json=body), 60)).status_code
 
         assert server.do(beside()) == 200
 

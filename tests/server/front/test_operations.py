@@ -223,11 +223,17 @@ def test_a_dead_engine_ends_its_requests_and_its_controls(restarting: bool, code
 def test_an_engine_that_does_not_answer_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving() as server, monkeypatch.context() as patched:
         patched.setattr(server.front.link.client, "send", lambda message: None)
-        patched.setattr(link_module.Link.control, "__defaults__", (0.1,))
+        control, waited = link_module.Link.control, []
+
+        async def noted(link: Any, what: str, timeout: float = 0.1) -> Any:
+            waited.append(timeout)
+            return await control(link, what, timeout)
+
+        patched.setattr(link_module.Link, "control", noted)
         response = server.get("/explain")
         assert (response.status_code, response.json()["error"]["code"]) == (504, "engine_timeout")
-        begin = time.monotonic()
-        assert server.get("/metrics").status_code == 200 and time.monotonic() - begin < 3
+        assert server.get("/metrics").status_code == 200
+    assert waited == [0.1, 0.5]  # who scrapes does not wait for ten seconds, as others do
 
 
 def test_admin_controls() -> None:
@@ -321,13 +327,22 @@ def test_a_silent_stream_is_kept_alive(ask: Any, monkeypatch: pytest.MonkeyPatch
     with serving(engine=engine, wait=False) as server:
         engine._deliver_to(EngineInfo(1, 512, 4096, (1,), 16, 9, 4, 8, 20, ()))
 
+        app, kept = server.app, []
+
+        async def watched(scope: Any, receive: Any, send: Any) -> None:
+            async def sending(message: Any) -> None:
+                kept.append(b": keep-alive" in message.get("body", b""))
+                await send(message)
+
+            await app(scope, receive, sending)
+
         async def run() -> str:
-            async with server.client() as client:
+            server.app = watched
+            async with server.client() as client, asyncio.timeout(60):
                 path = "/v1/completions" if "prompt" in ask else "/v1/chat/completions"
                 task = asyncio.ensure_future(client.post(path, json=ask | {"stream": True}))
-                while not submitted:
+                while not submitted or sum(kept) < 2:
                     await asyncio.sleep(0.01)
-                await asyncio.sleep(0.2)
                 engine._deliver_to(StepOut(1, (Output(submitted[0].rid, (5,), "length"),)))
                 return (await task).text
 
@@ -365,23 +380,26 @@ def test_a_front_collects_its_garbage_before_it_is_ready() -> None:
 
 def test_a_front_that_stood_says_where() -> None:
     with serving() as server:
-        assert server.get("/explain").json()["front"] == {"stalls": []}
+        began = server.get("/explain").json()["front"]["stalls"]
+        assert all(each["where"] == "loop" and each["ms"] > 100 for each in began), began  # none, but of a busy machine
         server.loop.call_soon_threadsafe(time.sleep, 0.2)
         server.front.metrics.collected(2, 0.3)
         server.front.link.client._deliver_to(StepOut(1, (), time.monotonic() - 0.4))  # type: ignore[attr-defined]
-        for _ in range(100):
-            told = {each["where"]: each for each in server.get("/explain").json()["front"]["stalls"]}
-            if {"loop", "news"} <= set(told):
-                break
+        end, told = time.monotonic() + 60, dict[str, list[Any]]()
+        while not {"loop", "news"} <= set(told) and time.monotonic() < end:
             time.sleep(0.01)
+            seen = server.get("/explain").json()["front"]["stalls"][len(began) :]
+            told = {where: [e for e in seen if e["where"] == where] for where in {e["where"] for e in seen}}
         counted = values(server.get("/metrics").text)
-    assert {name: each["ms"] for name, each in told.items()} == {
-        "loop": pytest.approx(200, abs=90), "collector": 300.0, "news": pytest.approx(500, abs=200),
-    }  # fmt: skip
-    assert told["collector"]["generation"] == 2 and {"user_ms", "system_ms", "faults"} <= set(told["loop"])
-    assert {where: counted["fastlayers_front_stalls_total", (("where", where),)] for where in told} == {
-        "loop": 1.0, "collector": 1.0, "news": 1.0,
-    }  # fmt: skip
+    # A machine that is busy makes these longer, and its loops late more often; nothing makes them shorter.
+    assert set(told) == {"loop", "collector", "news"}, told
+    assert 170 <= max(each["ms"] for each in told["loop"]) < 100_000, told["loop"]
+    (news,), collector = told["news"], next(each for each in told["collector"] if each["ms"] == 300.0)
+    assert 400 <= news["ms"] < 100_000
+    assert collector["generation"] == 2 and {"user_ms", "system_ms", "faults"} <= set(told["loop"][0])
+    for where, each in told.items():
+        assert counted["fastlayers_front_stalls_total", (("where", where),)] >= len(each), where
+    assert counted["fastlayers_front_stalls_total", (("where", "news"),)] == 1.0
 
 
 def test_probes_are_no_news(caplog: pytest.LogCaptureFixture) -> None:

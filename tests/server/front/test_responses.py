@@ -93,7 +93,7 @@ def test_an_operator_ends_a_response_by_the_id_that_its_client_has(qwen: Any) ->
         client = openai.OpenAI(base_url=f"{wire.url}/v1", api_key="x")
         events = iter(client.responses.create(model="tiny", input="hi", stream=True))
         created: Any = next(events)
-        told = httpx.post(f"{wire.url}/abort", json={"ids": [created.response.id]})
+        told = httpx.post(f"{wire.url}/abort", json={"ids": [created.response.id]}, timeout=60)
         assert told.status_code == 200 and created.response.id.startswith("resp_")
         last: Any = list(events)[-1]
         assert (last.type, last.code) == ("error", "aborted")

@@ -42,13 +42,13 @@ def test_accuracy_and_likelihoods_over_http_are_those_of_eval() -> None:
     assert 0.2 < score.exact_match <= 1.0  # a checkpoint that can count
     config = EngineConfig(model=str(TINY), device="cpu", max_model_len=1024, max_running_requests=16)
     with serving(engine=engine_client(config, in_process=True), wait=False) as server:
-        server.do(asyncio.wait_for(server.front.link.started.wait(), 60), 61)
+        server.do(asyncio.wait_for(server.front.link.started.wait(), 300), 310)
         problems = held_out_problems()[:PROBLEMS]
         bodies = [
             {"messages": [{"role": "user", "content": p.prompt}], "temperature": 0, "max_tokens": MAX_ANSWER}
             for p in problems
         ]
-        chats = server.do(ask(server, "/v1/chat/completions", bodies), 120)
+        chats = server.do(ask(server, "/v1/chat/completions", bodies), 300)
         said = [(c["message"]["content"] or "").strip() for c in chats]
         right = sum(text == p.answer for text, p in zip(said, problems, strict=True))
         assert right / PROBLEMS == score.exact_match
@@ -58,7 +58,7 @@ def test_accuracy_and_likelihoods_over_http_are_those_of_eval() -> None:
         wanted = [tokenizer(p.answer, add_special_tokens=False)["input_ids"] + [EOS] for p in problems]
         scored = {"max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
         bodies = [{"prompt": ids + answer, **scored} for ids, answer in zip(asked, wanted, strict=True)]
-        choices = server.do(ask(server, "/v1/completions", bodies), 120)
+        choices = server.do(ask(server, "/v1/completions", bodies), 300)
         greedy = [likeliest(c["logprobs"], len(ids)) for c, ids in zip(choices, asked, strict=True)]
         assert sum(greedy) / PROBLEMS == score.exact_match
         assert greedy == [text == p.answer for text, p in zip(said, problems, strict=True)]

@@ -27,15 +27,15 @@ def body(**fields: Any) -> bytes:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_is_aborted_at_once(stream: bool) -> None:
-    with on_the_wire(tick_seconds=0.002) as wire:
+    with on_the_wire(tick_seconds=0.02) as wire:
         connection = wire.send("/v1/completions", body(stream=stream))
         assert wait_for(lambda: wire.live)
         if stream:
             assert connection.recv(4096)
         connection.close()
-        assert wait_for(lambda: not wire.live), "the engine works for nobody"  # 4000 ticks take eight seconds
+        assert wait_for(lambda: not wire.live), "the engine works for nobody"  # 4000 ticks take eighty seconds
         assert wait_for(lambda: not wire.front.jobs and wire.front.link.live == 0)
-        text = httpx.get(f"{wire.url}/metrics").text
+        text = httpx.get(f"{wire.url}/metrics", timeout=60).text
         assert 'fastlayers_aborts_total{cause="disconnect"} 1.0' in text
 
 
@@ -55,7 +55,7 @@ def test_a_client_that_takes_nothing_is_given_up() -> None:
         # Others are served meanwhile and afterwards; the engine writes as fast as it can, and takes turns with them.
         ask: dict[str, Any] = {"json": LONG | {"max_tokens": 2}, "timeout": 60}
         assert httpx.post(f"{wire.url}/v1/completions", **ask).status_code == 200
-        assert wait_for(lambda: not wire.front.jobs, 60.0), "the slow client is kept"
+        assert wait_for(lambda: not wire.front.jobs), "the slow client is kept"
         assert wait_for(lambda: not wire.live), "the engine works for nobody"
         text = httpx.get(f"{wire.url}/metrics", timeout=60).text
         assert 'fastlayers_aborts_total{cause="disconnect"} 8.0' in text, "it was not given up"
@@ -65,7 +65,7 @@ def test_a_client_that_takes_nothing_is_given_up() -> None:
 
 def test_the_end_of_an_answer_is_not_held_back() -> None:
     """Until its beginning is acknowledged, which takes 40 ms on a connection that is used again."""
-    with on_the_wire() as wire, httpx.Client(base_url=wire.url) as client:
+    with on_the_wire() as wire, httpx.Client(base_url=wire.url, timeout=60) as client:
         assert client.get("/health").status_code == 200
         (connection,) = wire.runner.server_state.connections
         held: socket.socket = connection.transport.get_extra_info("socket")  # type: ignore[union-attr]
@@ -78,7 +78,7 @@ def test_headers_that_do_not_come_are_not_waited_for() -> None:
         half.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
         begin = time.monotonic()
         assert silent.recv(10) == b"" and half.recv(10) == b""
-        assert time.monotonic() - begin < 8.0  # ten are the default
+        assert time.monotonic() - begin < 9.5  # ten are the default
         # Between requests a connection may rest longer.
         kept = wire.connect()
         for rest in (0.7, 0.0):
@@ -108,7 +108,7 @@ def test_headers_without_end_are_not_kept(begin: bytes, more: bytes) -> None:
                 connection.sendall(more)
                 sent += len(more)
         assert sent < 200 * len(more), "all of it was taken"
-        assert httpx.get(f"{wire.url}/health").status_code == 200
+        assert httpx.get(f"{wire.url}/health", timeout=60).status_code == 200
 
 
 def test_large_headers_and_small_chunks_are_served() -> None:
@@ -168,7 +168,7 @@ def test_who_still_sends_a_body_that_is_refused_gets_the_answer(path: str) -> No
         assert kept[0].recv(1) == b""
         kept[1].sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert answer(kept[1])[0] == 200
-        told = httpx.post(f"{wire.url}{path}", content=b"x" * size, headers={"connection": "close"})
+        told = httpx.post(f"{wire.url}{path}", content=b"x" * size, headers={"connection": "close"}, timeout=60)
         assert told.status_code in (413, 403)
 
 
@@ -180,7 +180,7 @@ def test_more_requests_than_the_limit_are_refused() -> None:
         assert (status, found["error"]["code"]) == (429, "queue_full")
         # Who looks after the server must not take it for dead while it does all it may.
         for path in ("/health", "/ready", "/metrics"):
-            assert httpx.get(f"{wire.url}{path}").status_code == 200, path
+            assert httpx.get(f"{wire.url}{path}", timeout=60).status_code == 200, path
         first.close()
 
 
@@ -212,7 +212,7 @@ def test_bytes_that_are_no_http_end_their_connection_and_nothing_else() -> None:
     with on_the_wire(header_timeout=0.05, body_timeout=0.05, tick_seconds=0.0) as wire:
         end = time.monotonic() + 15
         for turn in range(400):
-            if time.monotonic() > end:
+            if turn > 100 and time.monotonic() > end:
                 break
             text = bytearray(good % len(payload) + payload)
             for _ in range(source.randrange(1, 6)):
@@ -220,7 +220,7 @@ def test_bytes_that_are_no_http_end_their_connection_and_nothing_else() -> None:
                 text[at : at + source.randrange(2)] = source.randbytes(source.randrange(3))
             with wire.connect() as connection:
                 connection.sendall(bytes(text))
-                connection.settimeout(1.0)
+                connection.settimeout(5.0)
                 try:
                     first = connection.recv(100)
                 except (TimeoutError, ConnectionError):
@@ -228,9 +228,9 @@ def test_bytes_that_are_no_http_end_their_connection_and_nothing_else() -> None:
             status = first.split()[1] if first.startswith(b"HTTP/1.1 ") else b"-"
             statuses[status] = statuses.get(status, 0) + 1
         assert not [s for s in statuses if s.startswith(b"5")], statuses
-        assert statuses.get(b"400", 0) > 5 and turn > 20, statuses
+        assert statuses.get(b"400", 0) > 5, statuses
         assert wait_for(lambda: not wire.front.jobs)
-        assert httpx.get(f"{wire.url}/health").status_code == 200
+        assert httpx.get(f"{wire.url}/health", timeout=60).status_code == 200
 
 
 def test_draining_finishes_what_runs_and_refuses_what_comes() -> None:
@@ -245,14 +245,14 @@ def test_draining_finishes_what_runs_and_refuses_what_comes() -> None:
         running = wire.send("/v1/completions", body(max_tokens=200))
         assert wait_for(lambda: wire.live)
         wire.loop.call_soon_threadsafe(wire.runner.on_signal)
-        assert wait_for(lambda: httpx.get(f"{wire.url}/ready").status_code == 503)
-        assert httpx.get(f"{wire.url}/ready").json() == {"phase": "draining"}
-        assert httpx.get(f"{wire.url}/health").status_code == 200
+        assert wait_for(lambda: httpx.get(f"{wire.url}/ready", timeout=60).status_code == 503)
+        assert httpx.get(f"{wire.url}/ready", timeout=60).json() == {"phase": "draining"}
+        assert httpx.get(f"{wire.url}/health", timeout=60).status_code == 200
         assert wait_for(lambda: wire.front.link.draining)
-        refused = httpx.post(f"{wire.url}/v1/completions", json=LONG)
+        refused = httpx.post(f"{wire.url}/v1/completions", json=LONG, timeout=60)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         assert int(refused.headers["retry-after"]) >= 1
-        back = httpx.post(f"{wire.url}/resume")
+        back = httpx.post(f"{wire.url}/resume", timeout=60)
         assert (back.status_code, back.json()["error"]["code"]) == (409, "draining") and wire.front.link.draining
         finish.set()
         status, found = answer(running)
@@ -300,7 +300,7 @@ class SlowCompiler:
 
     async def compile(self, source: str) -> str:
         self.begun.set()
-        await asyncio.to_thread(self.go.wait, 10)
+        await asyncio.to_thread(self.go.wait, 60)
         return "{}"
 
 
@@ -311,9 +311,9 @@ def test_a_client_that_leaves_while_its_grammar_is_compiled() -> None:
         submitted, submit = [], engine.submit
         engine.submit = lambda request: (submitted.append(request.rid), submit(request))[1]  # type: ignore[method-assign]
         connection = wire.send("/v1/completions", body(ignore_eos=False, structured_outputs={"regex": "a"}))
-        assert compiler.begun.wait(5)
+        assert compiler.begun.wait(60)
         # Who waits for a grammar holds up nobody, and has no slot.
-        assert httpx.post(f"{wire.url}/v1/completions", json=LONG | {"max_tokens": 2}).status_code == 200
+        assert httpx.post(f"{wire.url}/v1/completions", json=LONG | {"max_tokens": 2}, timeout=60).status_code == 200
         assert len(submitted) == 1
         connection.close()
         compiler.go.set()
@@ -367,12 +367,12 @@ def test_many_streams_at_once_end_whole(wire_count: int = 40) -> None:
     limits = httpx.Limits(max_connections=wire_count)
     with (
         on_the_wire(script_of(tokens, text), tokens=tokens, tick_seconds=0.001) as wire,
-        httpx.Client(limits=limits) as client,
+        httpx.Client(limits=limits, timeout=60) as client,
     ):
 
         def one() -> None:
             request = {"model": "tiny", "prompt": "a", "stream": True}
-            with client.stream("POST", f"{wire.url}/v1/completions", json=request, timeout=30) as response:
+            with client.stream("POST", f"{wire.url}/v1/completions", json=request, timeout=120) as response:
                 lines = [line[6:] for line in response.iter_lines() if line.startswith("data: {")]
             found.append("".join(json.loads(line)["choices"][0]["text"] for line in lines))
 
@@ -387,4 +387,4 @@ def test_many_streams_at_once_end_whole(wire_count: int = 40) -> None:
 
 def _ledger_agrees(wire: Wire) -> None:
     sent = 40 * (len(wire.front.tokens.encode("Lorem ipsum dolor sit amet, " * 5, False)) + 1)
-    assert f"fastlayers_front_tokens_total {float(sent)}" in httpx.get(f"{wire.url}/metrics").text
+    assert f"fastlayers_front_tokens_total {float(sent)}" in httpx.get(f"{wire.url}/metrics", timeout=60).text

@@ -42,7 +42,7 @@ class Wire:
         made = socket.socket()
         if receive_buffer:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        made.settimeout(10)
+        made.settimeout(60)
         made.connect(("127.0.0.1", self.port))
         return made
 
@@ -56,7 +56,8 @@ class Wire:
         return made
 
 
-def wait_for(what: Any, seconds: float = 5.0) -> bool:
+def wait_for(what: Any, seconds: float = 60.0) -> bool:
+    """Wait until something holds, and return whether it does; who waits in vain hangs, however slow the machine is."""
     end = time.monotonic() + seconds
     while not what() and time.monotonic() < end:
         time.sleep(0.005)
@@ -87,5 +88,5 @@ def on_the_wire(
         yield Wire(runner, engine, listening.getsockname()[1], loop)
     finally:
         runner.should_exit = True
-        thread.join(15)
+        thread.join(120)
         assert not thread.is_alive()
