@@ -44,7 +44,10 @@ def steps(fault: str, own: bool, tp: CheckedCollectives, dp: CheckedCollectives)
         tp.all_reduce_(wide)
     if own and fault == "another axis":
         dp.all_reduce_(x)
+        tp.order.store.set(f"{tp.order.name}/went another way", "")
         return
+    if fault == "another axis":  # what is told of it has been said
+        tp.order.store.wait([f"{tp.order.name}/went another way"], timedelta(seconds=60))
     if not (own and fault in ("a missing call", "an idle rank stays out")):
         tp.all_reduce_(
             x[:2] if own and fault == "another bucket" else x.half() if own and fault == "another dtype" else x

@@ -124,7 +124,7 @@ class PlayedSums:
     """sgl_kernel's operators, which read what lies at the addresses in their records; ranks are threads."""
 
     def __init__(self, ranks: int, width: int = 8) -> None:
-        self.meeting, self.width, self.ended = threading.Barrier(ranks, timeout=20.0), width, []  # type: ignore[var-annotated]
+        self.meeting, self.width, self.ended = threading.Barrier(ranks, timeout=120.0), width, []  # type: ignore[var-annotated]
         self.objects: dict[int, Any] = {}
         self.captured = False
 
