@@ -209,6 +209,18 @@ def test_one_set_per_layer_type() -> None:
     assert RopeScaling.from_config(config, "sliding_attention").kind == "default"
 
 
+def test_of_both_keys_the_older_one_counts_as_in_transformers() -> None:
+    both = {
+        "max_position_embeddings": 64,
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5},
+        "rope_scaling": {"rope_type": "linear", "factor": 3.0},
+    }
+    theirs = RotaryEmbedding.from_config(LlamaConfig.from_dict(dict(both)), head_dim=8)
+    ours = RotaryEmbedding.from_config(both, head_dim=8)
+    assert (ours.scaling, ours.base) == (theirs.scaling, theirs.base)
+    assert ours.scaling.factor == 3.0
+
+
 def test_partial_rotary_copies_the_rest() -> None:
     rope = RotaryEmbedding(16, rotary_dim=4, max_position=8)
     x = torch.randn(3, 2, 16)
@@ -244,6 +256,13 @@ def test_configs_are_checked() -> None:
             "factor",
         ),
         (lambda: RopeScaling.from_config({"rope_parameters": {"rope_type": "linear"}}), "factor"),
+        # What would read as an embedding without scaling.
+        (lambda: RopeScaling.from_config(LLAMA3), "config"),
+        (lambda: RotaryEmbedding.from_config(dict(LLAMA3), head_dim=8, max_position=8), "config"),
+        (lambda: RotaryEmbedding.from_config("llama", head_dim=8, max_position=8), "config"),
+        (lambda: RotaryEmbedding.from_config(None, head_dim=8, max_position=8), "config"),
+        (lambda: RopeScaling.from_config({"rope_parameters": {"full_attention": LLAMA3}}), "layer_type"),
+        (lambda: RopeScaling.from_config({"rope_parameters": {"full_attention": LLAMA3}}, "full"), "layer_type"),
     ):
         with pytest.raises(ArgumentError) as caught:
             build()

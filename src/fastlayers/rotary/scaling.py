@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fastlayers.errors import ArgumentError, check_choice, check_fields, check_kind, check_plain
+from fastlayers.errors import ArgumentError, check_choice, check_fields, check_kind, check_plain, describe
 
 KINDS = ("default", "linear", "llama3", "yarn")
 
@@ -146,10 +146,25 @@ class RopeScaling:
 
 
 def rope_parameters(config: Any, layer_type: str | None = None) -> dict[str, Any]:
-    """Return the rope settings of a Hugging Face config as one flat dictionary, ``rope_theta`` included."""
-    rope = config_value(config, "rope_parameters") or config_value(config, "rope_scaling") or {}
+    """Return the rope settings of a Hugging Face config as one flat dictionary, ``rope_theta`` included.
+
+    Raises
+    ------
+    ArgumentError
+        Something that is no configuration, the rope settings without the configuration around them, or one set for
+        each layer type and ``layer_type`` names none of them: any of these would read as an embedding without scaling.
+    """
+    if not (isinstance(config, Mapping) or hasattr(config, "__dict__")):
+        raise ArgumentError("rope_parameters", "config", describe(config), "a Hugging Face config, or a mapping")
+    # Of both, transformers takes the older one.
+    rope = config_value(config, "rope_scaling") or config_value(config, "rope_parameters") or {}
     check_kind("rope_parameters", Mapping, config=rope)
-    if layer_type is not None and isinstance(rope.get(layer_type), Mapping):
+    if not rope and config_value(config, "rope_type") is not None:
+        accepted = "the whole config, which has these settings as its 'rope_parameters' or 'rope_scaling'"
+        raise ArgumentError("rope_parameters", "config", "rope settings alone", accepted)
+    sets = tuple(name for name, value in rope.items() if isinstance(value, Mapping))
+    if sets:
+        check_choice("rope_parameters", "layer_type", layer_type, sets)
         rope = rope[layer_type]
     rope = dict(rope)
     for name in ("rope_theta", "partial_rotary_factor"):
