@@ -75,7 +75,8 @@ class AutoModel:
         device : torch device, optional
             Default: torch's.
         families : mapping
-            ``model_type`` to ``"module:class"``, or to the class; ``FAMILIES | {...}`` adds one.
+            ``model_type`` to ``"module:class"``, or to the class; ``FAMILIES | {...}`` adds one. Default: ``FAMILIES``,
+            and behind them what installed packages name (see :func:`installed_families`).
         parallel : Ranks or ParallelSpec, optional
             How the model is split. ``Ranks(tp=2)`` meets the other processes (all of them must call this), started by
             ``torchrun --nproc-per-node 2``; each reads only its part of the weights.
@@ -177,6 +178,16 @@ def _inner_hint(config: Mapping[str, Any], families: Mapping[str, Any]) -> str:
     )
 
 
+def installed_families() -> dict[str, str]:
+    """Return ``model_type`` to ``"module:class"`` of the entry-point group ``fastlayers.families``; imports none.
+
+    They are asked only for what is not in :data:`FAMILIES`, so no package changes a family that is here.
+    """
+    from importlib.metadata import entry_points
+
+    return {entry.name: entry.value for entry in entry_points(group="fastlayers.families")}
+
+
 def family_of(
     config: Mapping[str, Any], families: Mapping[str, str | type[CausalLM]] = FAMILIES, where: object = ""
 ) -> type[CausalLM]:
@@ -185,11 +196,13 @@ def family_of(
     Raises
     ------
     UnknownModelError
-        The ``model_type`` is not in ``families``.
+        The ``model_type`` is not in ``families``, nor, where these are :data:`FAMILIES`, in an installed package's.
     ArgumentError
         What stands there leads to no class of a model, with the reason.
     """
     kind = config.get("model_type")
+    if families is FAMILIES and isinstance(kind, str) and kind not in FAMILIES:
+        families = {**installed_families(), **FAMILIES}
     if not isinstance(kind, str) or kind not in families:
         prefix = f"{where}: " if where else ""
         known = ", ".join(sorted(families)) + _inner_hint(config, families)

@@ -201,7 +201,7 @@ class DecoderLayer(nn.Module):
     # What a step does, in this order: COMPUTED on this rank, the others are hooks of the communicator.
     STAGES = ("prepare_attn", "attention", "prepare_mlp", "mlp", "postprocess")
     COMPUTED = ("attention", "mlp")
-    # The mlp's name among the modules.
+    # The mlp's name among the modules: the checkpoint's, so a family whose files have another sets it.
     MLP = "mlp"
 
     def __init__(
@@ -209,7 +209,8 @@ class DecoderLayer(nn.Module):
         mlp_kind: str = "dense", is_last: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.self_attn, self.mlp = self_attn, mlp
+        self.self_attn = self_attn
+        setattr(self, self.MLP, mlp)
         self.input_layernorm, self.post_attention_layernorm = context.norm(), context.norm()
         self.communicator = LayerCommunicator(
             context.parallel,

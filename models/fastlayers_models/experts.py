@@ -161,4 +161,4 @@ class ExpertBalancer:
 
 
 def _experts(layer: Any) -> Any:
-    return getattr(layer.mlp, "experts", None)
+    return getattr(getattr(layer, layer.MLP), "experts", None)

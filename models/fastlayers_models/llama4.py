@@ -252,12 +252,6 @@ class Llama4Layer(DecoderLayer):
         sparse, inner = index in config.moe_layers, f"{name}.feed_forward"
         mlp = Llama4MoE(context, inner) if sparse else SwiGLU(context, inner, config.intermediate_size_mlp)
         super().__init__(context, attention, mlp, mlp_kind="moe" if sparse else "dense", is_last=is_last)
-        self.feed_forward = self._modules.pop("mlp")
-
-    @property
-    def mlp(self) -> Any:  # type: ignore[override]
-        """What the frame of all families calls."""
-        return self.feed_forward
 
 
 class Llama4ForCausalLM(CausalLM):

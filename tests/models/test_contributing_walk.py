@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import fastlayers as fl
 from fastlayers.errors import ArgumentError, UnknownModelError
 from fastlayers.testing.world import Rank, world
-from fastlayers_models.auto import FAMILIES, AutoModel
+from fastlayers_models.auto import FAMILIES, AutoModel, family_of
+from fastlayers_models.llama import LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
 from checkpoint_tools import Feeder
@@ -71,6 +75,31 @@ def test_the_family_equals_hugging_face(written: Path, checkpoint: Path) -> None
     check_like_hugging_face(stock(checkpoint), model, MISTRAL.batch)
 
 
+@pytest.fixture
+def installed(written: Path) -> Iterator[None]:
+    """Have an installed package name the family, and one that is here already."""
+    about = written / "mistral_family-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: mistral-family\nVersion: 1.0\n")
+    rows = "mistral = mistral:MistralForCausalLM\nllama = mistral:MistralForCausalLM\nlost = nowhere:Model\n"
+    (about / "entry_points.txt").write_text(f"[fastlayers.families]\n{rows}")
+    yield
+    shutil.rmtree(about)
+
+
+def test_a_family_of_an_installed_package_is_found(installed: None, checkpoint: Path) -> None:
+    import mistral
+
+    assert isinstance(AutoModel.from_pretrained(checkpoint), mistral.MistralForCausalLM)
+    assert family_of({"model_type": "llama"}) is LlamaForCausalLM
+    with pytest.raises(ArgumentError, match=r"families.'lost'. is 'nowhere:Model'"):
+        family_of({"model_type": "lost"})
+    with pytest.raises(UnknownModelError, match=r"known: .*llama, .*mistral, "):
+        family_of({"model_type": "gemma"})
+    with pytest.raises(UnknownModelError, match="'mistral' is unknown"):
+        AutoModel.from_pretrained(checkpoint, families=dict(FAMILIES))
+
+
 def feed_mistral(rank: Rank, written: str, folder: str) -> Any:
     sys.path.insert(0, written)
     model = ours(folder, families=FAMILIES | FAMILY, parallel=rank.spec())
@@ -93,3 +122,23 @@ def test_its_configuration_refuses_in_words(written: Path) -> None:
         MistralConfig.from_hf(good | {"sliding_window": 0})
     with pytest.raises(UnknownModelError, match="known: mistral"):
         MistralConfig.from_hf(good | {"model_type": "llama"})
+
+
+def test_a_checkpoints_own_name_of_the_mlp_is_one_line(written: Path, checkpoint: Path, tmp_path: Path) -> None:
+    import mistral
+
+    class Layer(mistral.MistralLayer):
+        MLP = "block_sparse_moe"
+
+    class Model(mistral.MistralForCausalLM):
+        layer_class = Layer
+
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(checkpoint / "model.safetensors")
+    save_file(
+        {name.replace(".mlp.", ".block_sparse_moe."): t for name, t in tensors.items()}, tmp_path / "model.safetensors"
+    )
+    renamed, plain = ours(tmp_path, families={"mistral": Model}), ours(checkpoint, families=FAMILIES | FAMILY)
+    wanted = Feeder(plain, rows_of(4)).run(SCHEDULE)
+    found = Feeder(renamed, rows_of(4)).run(SCHEDULE)
+    assert set(found) == set(wanted) and all(torch.equal(found[i], wanted[i]) for i in wanted)
