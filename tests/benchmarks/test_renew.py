@@ -17,6 +17,7 @@ import zipfile
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -88,7 +89,7 @@ def test_one_that_fails_leaves_the_others(renew: Any, fake: Any, tmp_path: Path)
         renew.limit = limit
     assert (found["bad"]["state"], found["bad"]["exit_code"]) == ("failed", 3)
     assert found["bad"]["last_lines"] == ["the reason"] and found["good"]["state"] == "complete"
-    assert found["late"]["state"] == "ended after 2 s" and 2 <= found["late"]["seconds"] < 20
+    assert found["late"]["state"] == "ended after 2 s" and 2 <= found["late"]["seconds"] < 50
     assert found["good"]["code"] == 1
     assert json.loads((tmp_path / "out/good/good.jsonl").read_text().splitlines()[1]) == {"ms": 1}
 
@@ -110,11 +111,21 @@ def test_what_ends_well_but_measured_less_is_not_complete(renew: Any, fake: Any,
     assert found["other"]["state"] == "an error was printed"
 
 
-def test_the_budget_ends_what_runs_and_what_does_not_fit_waits(renew: Any, fake: Any, tmp_path: Path) -> None:
+def test_the_budget_ends_what_runs_and_what_does_not_fit_waits(
+    renew: Any, fake: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake(("large", WRITES, 900), ("first", "time.sleep(60)", 1), ("small", WRITES, 1))
-    begin = time.monotonic()
-    found = run(renew, tmp_path / "out", "--budget", "3")
-    assert time.monotonic() - begin < 20
+    begun: list[float] = []
+
+    def clock() -> float:
+        """Stand still until the first one runs: what comes before takes any time on a busy machine."""
+        if not begun and (tmp_path / "out" / "first" / "output.log").exists():
+            begun.append(time.monotonic())
+        return time.monotonic() - begun[0] if begun else 0.0
+
+    monkeypatch.setattr(renew, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
+    found = run(renew, tmp_path / "out", "--budget", "2")
+    assert time.monotonic() - begun[0] < 50, "it was not waited for"
     assert found["first"]["state"] == "no time was left" and found["first"]["exit_code"] != 0
     assert found["large"]["state"] == found["small"]["state"] == "no time is left"
     assert found["small"]["exit_code"] is None
@@ -137,8 +148,16 @@ def test_parts_are_taken_in_the_order_that_is_asked_for(renew: Any, fake: Any) -
 
 def test_lanes_run_side_by_side_and_two_gpus_wait_for_both(renew: Any, fake: Any, tmp_path: Path) -> None:
     seen = f"import os\n{HEAD}head['gpus'] = os.environ['CUDA_VISIBLE_DEVICES']\nhead['begin'] = time.time()\n"
-    timed = f"{seen}time.sleep(1)\nhead['end'] = time.time()\nopen(out, 'w').write(json.dumps(head))"
-    parts = (("a", timed, 9), ("both", timed, 1, {"gpus": 2}), ("c", timed, 1), ("d", timed, 1, {"noisy": True}),
+    # Two of them wait until the other one runs as well: by themselves they might be over before it has begun.
+    meets = (
+        f"place, last = {str(tmp_path / 'here-')!r}, time.time() + 60\n"
+        "open(place + name, 'w').close()\n"
+        "while not os.path.exists(place + other) and time.time() < last: time.sleep(0.01)\n"
+    )
+    rest = "head['end'] = time.time()\nopen(out, 'w').write(json.dumps(head))"
+    timed = f"{seen}time.sleep(1)\n{rest}"
+    one, other = (f"name, other = {names}\n{seen}{meets}{rest}" for names in ("'a', 'c'", "'c', 'a'"))
+    parts = (("a", one, 9), ("both", timed, 1, {"gpus": 2}), ("c", other, 1), ("d", timed, 1, {"noisy": True}),
              ("e", timed, 1, {"quiet": True}))  # fmt: skip
     fake(*parts)
     assert {row["state"] for row in run(renew, tmp_path / "out", "--lanes", "2").values()} == {"complete"}
@@ -196,7 +215,7 @@ def test_what_is_complete_stays_after_a_cut_and_is_not_run_again(renew: Any, fak
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 128 + signal.SIGTERM
+        assert process.wait(120) == 128 + signal.SIGTERM
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
     rows = [json.loads(line) for line in (out / "summary.jsonl").read_text().splitlines()]

@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,7 +69,8 @@ def test_fewer_arrivals_than_were_asked_for_are_no_result(monkeypatch: pytest.Mo
         monkeypatch.setattr(serve_rows, name, lambda port: {})
     monkeypatch.setattr(serve_rows, "standing", lambda *given: [])
     options = argparse.Namespace(small=small, at_once=False, arrivals=2000)
-    *_, last = serve_rows.rows_of(1, time.monotonic() + 13, options)
+    monkeypatch.setattr(serve_rows, "time", SimpleNamespace(monotonic=lambda: 7.0))
+    *_, last = serve_rows.rows_of(1, 20.0, options)
     if small:
         assert last["row"] == "arrivals" and 60 <= last["requests"] <= 70
     else:

@@ -57,7 +57,7 @@ def test_processes_that_have_met_already() -> None:
 def test_command_line_over_two_processes(split: list[str]) -> None:
     command = [sys.executable, "-m", "fastlayers_server.cli", "generate", "What is 127 + 45?", "--dtype", "fp32"]
     found = subprocess.run(
-        [*command, "--device", "cpu", "--json", *split], capture_output=True, text=True, timeout=120, check=True
+        [*command, "--device", "cpu", "--json", *split], capture_output=True, text=True, timeout=300, check=True
     )
     answer = json.loads(found.stdout)  # one process speaks
     assert answer["text"].strip() == "172" and answer["finished"] == "stop"

@@ -192,7 +192,7 @@ def test_threads_wait_for_plugins_that_are_being_loaded(monkeypatch: pytest.Monk
         def register(self, add: Any) -> None:
             seen.append(registry("silu_mul").named("torch").name)  # a plug-in that looks at what there is
             begun.set()
-            go_on.wait(10)
+            go_on.wait(60)
             add("rms_norm", Backend("plugged", Echo))
             add("rms_nrom", Backend("plugged", Echo))
 
@@ -202,11 +202,11 @@ def test_threads_wait_for_plugins_that_are_being_loaded(monkeypatch: pytest.Monk
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [Entry()])
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(registry, "rms_norm")
-        begun.wait(10)
+        begun.wait(60)
         second = pool.submit(lambda: registry("rms_norm").named("plugged").name)
         assert wait([second], 0.2).not_done and seen == ["torch"]
         go_on.set()
-        assert second.result(10) == "plugged" and first.result(10) is RMS_NORM
+        assert second.result(60) == "plugged" and first.result(60) is RMS_NORM
     assert "layer 'rms_nrom' is unknown; known: linear, " in plugins_module.plugin_errors["slow"]
 
 

@@ -179,7 +179,7 @@ def test_rows_on_deep_gemm_name_the_counts_that_they_compile_for() -> None:
 def test_jobs_of_a_package_never_overlap_and_tritons_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     lock, inside, most = threading.Lock(), {"deep_gemm": 0, "triton": 0}, {"deep_gemm": 0, "triton": 0}
-    meet = threading.Barrier(3, timeout=20)
+    meet = threading.Barrier(3, timeout=120)
 
     def call(package: str) -> Callable[[], None]:
         def work() -> None:
@@ -196,7 +196,7 @@ def test_jobs_of_a_package_never_overlap_and_tritons_do(monkeypatch: pytest.Monk
     jobs = [precompile.Job(f"{p} {i}", 1, p, call(p)) for p in inside for i in range(3)]
     said: list[str] = []
     ended = precompile.run([*jobs, precompile.Job("large", 10**6, "triton", lambda: None)], said.append)
-    assert ended.keys() == inside.keys() and all(0 < took < 20 for took in ended.values())
+    assert ended.keys() == inside.keys() and all(0 < took < 120 for took in ended.values())
     assert most == {"deep_gemm": 1, "triton": 3} and said[-1] == "large" and len(said) == 7
 
 

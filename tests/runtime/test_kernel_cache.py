@@ -317,7 +317,7 @@ def test_a_temporary_cache_goes_with_its_process(tmp_path: Path) -> None:
     )
     place = {env.CACHE_DIR: str(tmp_path / "file" / "below"), "TMPDIR": str(tmp_path / "temporary")}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ | place, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", program], env=os.environ | place, capture_output=True, text=True, check=True, timeout=300
     )
     assert Path(done.stdout.strip()).parent == tmp_path / "temporary"
     assert list((tmp_path / "temporary").iterdir()) == []

@@ -144,7 +144,7 @@ def test_threads_that_need_the_same_kernel_compile_it_once(stubbed: Any) -> None
     class Slow:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             def run(*arguments: Any, **constants: Any) -> Any:
-                compiling.wait(10)  # until the other thread is there, or a kernel of another kind is compiled beside
+                compiling.wait(60)  # until the other thread is there, or a kernel of another kind is compiled beside
                 return own[grid](*arguments, **constants)
 
             return run

@@ -44,7 +44,7 @@ if kind == "bad":
 if kind == "slow":
     time.sleep(600)
 if kind == "meets":  # another one at the same time
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while len((folder.parent / "compilers").read_text().splitlines()) < 2:
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -104,7 +104,7 @@ def runs(pid: int) -> bool:
         return False
 
 
-def soon(condition: Any, seconds: float = 20) -> bool:
+def soon(condition: Any, seconds: float = 120) -> bool:
     end = time.monotonic() + seconds
     while not (met := condition()) and time.monotonic() < end:
         time.sleep(0.02)
@@ -215,7 +215,7 @@ def test_a_cancelled_warm_up_leaves_no_process(cache: Path, monkeypatch: pytest.
     with pytest.raises(KeyboardInterrupt), PackageBuilds(cores=4) as building:
         building.begin([module("slow"), *(module("slow", width) for width in range(9, 14))])  # more than at once
         precompile.run(jobs, lambda label: None, modules=building)
-    assert time.monotonic() - begin < 60 and later == []
+    assert time.monotonic() - begin < 300 and later == []  # the compilers take ten minutes
     begun = compilers(cache)
     assert 1 <= len(begun) <= 2 and soon(lambda: not any(runs(pid) for pid, _ in begun))
 
@@ -238,7 +238,7 @@ def begin(kind: str) -> subprocess.Popen[str]:
 
 def test_a_killed_process_leaves_no_compiler(cache: Path) -> None:
     parent = begin("slow")
-    assert soon(lambda: compilers(cache), 60)
+    assert soon(lambda: compilers(cache))
     parent.send_signal(signal.SIGKILL)
     parent.communicate()
     ((pid, _),) = compilers(cache)
@@ -247,7 +247,7 @@ def test_a_killed_process_leaves_no_compiler(cache: Path) -> None:
 
 def test_two_processes_build_a_module_once(cache: Path) -> None:
     both = [begin("good"), begin("good")]
-    assert [json.loads(each.communicate(timeout=120)[0].replace("None", "null")) for each in both] == [[None], [None]]
+    assert [json.loads(each.communicate(timeout=300)[0].replace("None", "null")) for each in both] == [[None], [None]]
     assert len(compilers(cache)) == 1
 
 
@@ -265,7 +265,7 @@ for number in range(20):
 def test_processes_that_note_at_the_same_time_lose_nothing(cache: Path) -> None:
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     both = [subprocess.Popen([sys.executable, "-c", RECORD, name], env=env) for name in ("a", "b")]
-    assert [each.wait(120) for each in both] == [0, 0]
+    assert [each.wait(300) for each in both] == [0, 0]
     builds.refresh()
     assert len(builds.built("flashinfer")) == 40
 

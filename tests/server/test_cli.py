@@ -210,7 +210,7 @@ def test_a_device_without_memory_is_refused_before_anything_is_loaded() -> None:
         "try: main()\n"
         "finally: print('transformers' in sys.modules)  # which reads the tokenizer\n"
     )
-    seen = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    seen = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert seen.returncode == 1 and "--device is 'meta'; accepted: cpu, cuda or cuda:N" in seen.stderr
     assert seen.stdout == "False\n"
 

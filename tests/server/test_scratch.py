@@ -42,6 +42,6 @@ def test_a_killed_process_leaves_what_the_next_removes(program: str, short_folde
         assert process.stdout is not None and process.stdout.readline() == "True\n"
         if killed:
             process.send_signal(signal.SIGKILL)
-        process.wait(60)
+        process.wait(120)
         found = [path.name for path in short_folder.iterdir() if path.name.startswith("fastlayers-")]
         assert bool(found) == killed, found

@@ -335,7 +335,7 @@ def test_what_a_random_model_takes_is_told_in_parts(monkeypatch: pytest.MonkeyPa
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(device_module, "import_seconds", seconds := dict(device_module.import_seconds))
     assert device_module.package("played_kernels", load=True).reason is None
-    assert 0.04 < seconds["played_kernels"] < 5
+    assert 0.04 < seconds["played_kernels"] < 45  # were they milliseconds it would be more
 
 
 # ---- doctor and cache ------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ def run(tmp_path: Path, *source: str) -> subprocess.CompletedProcess[str]:
     # An environment's folder is all that the script asks for.
     environment = Path(sys.executable).parents[1]
     command = ["bash", str(REPO / "tools" / "test_transformers.sh"), str(environment), *source]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def checkout(folder: Path, version: str) -> Path:
@@ -57,7 +57,7 @@ def test_packages_that_its_tests_import_are_asked_for(tmp_path: Path) -> None:
     (tmp_path / "broken" / "datasets.py").write_text("raise ImportError('not here')\n")
     command = ["bash", str(REPO / "tools" / "test_transformers.sh"), str(Path(sys.executable).parents[1]), str(source)]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "broken")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0 and "skipped: the package datasets is not installed" in done.stdout
 
 

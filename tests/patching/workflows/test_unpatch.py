@@ -309,7 +309,7 @@ def test_continuous_batching_runs_while_patched(name: str, monkeypatch: pytest.M
         manager.start()
         try:
             manager.add_request([5, 6, 7])
-            by_hand.append(manager.get_result(timeout=60).generated_tokens)
+            by_hand.append(manager.get_result(timeout=300).generated_tokens)
         finally:
             manager.stop(block=True)
     assert by_hand[0] == by_hand[1] and len(by_hand[0]) == 4
