@@ -172,6 +172,9 @@ class LayerSpec:
         warm-up. ``None``: the module's configuration does not say what it is called with; ``unknown`` says what lacks.
     at_tokens : callable
         ``(shape, cfg, tokens, context) -> shape``: a case's shape at another token count.
+    checked_tokens : int
+        Tokens of the case on which the tuner and ``bench`` check what they time. Few, where an error is one of every
+        element; where few of many roundings decide it, as many as make it a number of the format.
     counts_requests : bool
         Token counts are of requests: few are enough.
     eight_bits : callable
@@ -193,6 +196,7 @@ class LayerSpec:
     examples: Callable[[Any, int], list[tuple[Any, ...]]] | None = None
     unknown: str = "what it is called with"
     at_tokens: Callable[[dict[str, Any], Any, int, int], dict[str, Any]] = with_tokens
+    checked_tokens: int = 5
     counts_requests: bool = False
     eight_bits: Callable[[Any], bool] = _by_format
     heavy: int = 0

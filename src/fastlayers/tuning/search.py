@@ -39,7 +39,6 @@ MAX_CANDIDATES, QUICK_CANDIDATES = ALL, QUICK
 ROUNDS, KEPT, FEWEST = (3, 6, 13), 0.25, 4
 # Calls longer than this vary little: fewer rounds do. The last of short ones take more, see timing.py.
 LONG_US, LONG_ROUNDS = 2000.0, (2, 3, 5)
-PARITY_TOKENS = 5
 
 
 class OutOfTimeError(TuneError):
@@ -124,7 +123,8 @@ class Bench:
         ParityError
             The option computes something else.
         """
-        tokens = next(count for count in range(PARITY_TOKENS, 0, -1) if count == 1 or self.serves(option, count))
+        most = self.spec.checked_tokens
+        tokens = next(count for count in range(most, 0, -1) if count == 1 or self.serves(option, count))
         small = case if case is not None else case_at(self.layer, self.cfg, tokens, context=129)
 
         def error() -> float:
