@@ -20,6 +20,8 @@ MIXTURES = [
     ((16,), (33,), ExtendBucket(16, 1)),
     ((3,), (0,), ExtendBucket(16, 2)),
     ((15, 17), (2, 0), ExtendBucket(32, 2)),
+    # drafts: the bound is what one request may bring
+    ((4, 2, 1), (30, 20, 0), ExtendBucket(16, 4, 4)),
 ]
 
 
@@ -67,7 +69,7 @@ def check_gqa(cfg: GQAConfig, backend: str, metas: tuple[AttentionMeta, Attentio
 
 
 @pytest.mark.parametrize("extras", [{}, dict(window=300, sinks=True)], ids=["plain", "sinks"])
-@pytest.mark.parametrize("bucket", [ExtendBucket(16, 1), ExtendBucket(16, 3)])
+@pytest.mark.parametrize("bucket", [ExtendBucket(16, 1), ExtendBucket(16, 3), ExtendBucket(16, 3, 4)])
 def test_gqa_of_few_keys_where_the_bounds_allow_many(extras: dict[str, Any], bucket: ExtendBucket) -> None:
     """Keys are split for the capacity: most splits are empty, and what they do not write is not read."""
     cfg = GQAConfig(

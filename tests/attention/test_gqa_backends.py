@@ -401,8 +401,8 @@ def test_tuning_key_names_what_changes_kernels() -> None:
 
 @pytest.mark.parametrize("cfg", [LLAMA, replace(LLAMA, window=128, head_dim=64), replace(LLAMA, head_dim=256)])
 def test_candidates_start_with_the_rule(cfg: GQAConfig) -> None:
+    from fastlayers.attention.gqa.launch_config import decode_config
     from fastlayers.attention.gqa.triton import TritonGQA, tile_config
-    from fastlayers.attention.gqa.triton_decode import decode_config
 
     extend = TritonGQA.candidates(replace(cfg, phase="extend"), 2048)
     assert extend[0] == tile_config(2048, cfg)
@@ -414,7 +414,7 @@ def test_candidates_start_with_the_rule(cfg: GQAConfig) -> None:
 
 def test_splits_follow_host_bounds() -> None:
     """(at most, usually): few requests share the GPU, many are cut only where some may be long."""
-    from fastlayers.attention.gqa.triton_decode import MANY, decode_config, num_splits
+    from fastlayers.attention.gqa.launch_config import MANY, decode_config, splits_of
 
     oss = replace(LLAMA, num_heads=64, head_dim=64)
     for cfg, requests, keys, expected in (
@@ -423,7 +423,8 @@ def test_splits_follow_host_bounds() -> None:
         (replace(oss, window=128), 1, 128, (1, 1)),
     ):  # fmt: skip
         tiles = requests * cfg.num_kv_heads
-        found = num_splits(tiles, keys, decode_config(cfg, requests))
+        it = decode_config(cfg, requests)
+        found = splits_of(tiles, keys, it["PROGRAMS"], it["MIN_KEYS"], it["MAX_KEYS"])
         assert found == expected and tiles * found[0] <= max(tiles, MANY)
 
 

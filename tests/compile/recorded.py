@@ -167,7 +167,15 @@ def _more(layer: str) -> Iterator[Case]:
             yield Case(
                 f"qwen3_next_prefill{more}", prefill, {**usual.shape, "query_lens": (2048,), "prefix_lens": (0,)}
             )
-        yield Case("few_tokens", few.cfg, {**few.shape, "query_lens": (4,), "prefix_lens": (4000,)})
+        windows = spec_of(layer).case("gpt_oss_prefill")
+        dense = spec_of(layer).case("qwen3_8b_prefill").cfg
+        drafts = {**few.shape, "query_lens": (4, 3), "prefix_lens": (4000, 90)}
+        for name, cfg in (("qwen3_30b", few.cfg), ("qwen3_8b", dense), ("gpt_oss", windows.cfg),
+                          ("gpt_oss_full", replace(windows.cfg, window=None)), ("e4m3", replace(dense, kv_dtype=E4M3)),
+                          ("fp32", replace(dense, dtype=FP32, kv_dtype=FP32))):  # fmt: skip
+            yield Case(f"few_tokens_{name}", cfg, drafts)
+        # Too many rows for that kernel: the tiles' own, with the keys' parts.
+        yield Case("few_tokens_wide", replace(few.cfg, num_heads=64, num_kv_heads=4), drafts)
     elif layer == "fused_moe":
         experts = (V3_EXPERTS, replace(V3_EXPERTS, quant="int8"), QWEN3_EXPERTS)
         oai = replace(GPT_OSS, quant="none")

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from fastlayers.attention.gqa.config import GQAConfig
-from fastlayers.attention.gqa.triton_decode import NUMBERS, decode_config
+from fastlayers.attention.gqa.launch_config import NUMBERS, decode_config
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig
 from fastlayers.errors import CaptureError
 from fastlayers.patching.cache import PAGE

@@ -1,4 +1,6 @@
-"""Grouped-query attention in Triton: tiles of queries, plus the reduction of split keys. Decode: triton_decode.py.
+"""Grouped-query attention in Triton: tiles of queries, plus the reduction of split keys.
+
+Of one new token a request, or a few: triton_decode.py.
 
 A tile holds BLOCK_M rows, one row a (token, query head) pair of one request and one key head, so that a group of
 query heads fills the matrix units even for few tokens. Blocks of keys that every row of a tile sees are taken
@@ -14,7 +16,7 @@ from functools import lru_cache
 import torch
 import triton.language as tl
 
-from fastlayers.attention.gqa import triton_decode
+from fastlayers.attention.gqa import launch_config, triton_decode
 from fastlayers.attention.gqa.config import GQAConfig
 from fastlayers.attention.gqa.triton_softmax import LN2, LOG2E, add_sink, attend
 from fastlayers.attention.meta import AttentionMeta
@@ -26,9 +28,9 @@ from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release
 # Two programs a multiprocessor of a large GPU; a constant, so that results do not depend on the GPU.
 TARGET_PROGRAMS = 264
 MIN_SPLIT, MAX_SPLITS = 256, 64
-# A few new tokens behind many keys, as where drafts are verified, are one tile of rows: what counts is how long one
-# program takes, so parts are shorter; but up to ALONE keys are one part.
-FEW_ROWS, MIN_FEW = 32, 128
+# A small tree of drafts behind many keys is one tile of rows: what counts is how long one program takes, so parts are
+# shorter; but up to ALONE keys are one part.
+MIN_FEW = 128
 ALONE = tl.constexpr(MIN_SPLIT)
 # Capacity of a captured step up to which a row's keys are read by one program.
 SHORT = 256
@@ -222,7 +224,7 @@ def _num_splits(programs: int, max_keys: int, least: int = MIN_SPLIT) -> int:
 
 def _least_part(max_query_len: int, group: int, window: int) -> int:
     """Return how many keys a program takes at least of a request with others."""
-    return MIN_FEW if max_query_len * group <= FEW_ROWS and not window else MIN_SPLIT
+    return MIN_FEW if max_query_len * group <= launch_config.FEW_ROWS and not window else MIN_SPLIT
 
 
 @lru_cache(maxsize=4096)
@@ -309,22 +311,32 @@ class TritonGQA:
 
     def __init__(self, cfg: GQAConfig, config: Mapping[str, int] | None = None) -> None:
         self.cfg, self.config = cfg, dict(config or {})
-        self._decodes = triton_decode.serves(cfg.group, cfg.dtype)
+        # For how many tokens a request the kernel of decode is made that serves a step; 0: tiles do.
+        self._decodes = int(launch_config.serves(cfg.group, cfg.dtype))
         # What was decided for batches and query lengths that came before.
         self._for_requests: dict[tuple[int, bool], tuple[int, ...]] = {}
         self._for_queries: dict[int, tuple[int, ...]] = {}
+        self._each: dict[int, int] = {}
+
+    def _tokens_each(self, max_query_len: int) -> int:
+        found = self._each.get(max_query_len)
+        if found is None:
+            cfg = self.cfg
+            found = launch_config.tokens_each(cfg.group, max_query_len, cfg.dtype) if cfg.causal else 0
+            self._each[max_query_len] = found
+        return found
 
     def _decode_numbers(self, requests: int, max_seq_len: int) -> tuple[int, ...]:
         short = self.cfg.captured and max_seq_len <= SHORT
         found = self._for_requests.get((requests, short))
         if found is None:
-            it = triton_decode.decode_config(self.cfg, requests)
+            it = launch_config.decode_config(self.cfg, requests)
             if short:
                 # So few keys are not worth splitting: one program a row and key head, nothing to add up.
                 it["PROGRAMS"] = requests * self.cfg.num_kv_heads
             elif self.cfg.phase == "decode":
                 it |= self.config
-            found = self._for_requests[requests, short] = tuple(it[name] for name in triton_decode.NUMBERS)
+            found = self._for_requests[requests, short] = tuple(it[name] for name in launch_config.NUMBERS)
         return found
 
     def _extend_numbers(self, max_query_len: int) -> tuple[int, ...]:
@@ -333,7 +345,7 @@ class TritonGQA:
         if found is None:
             it = tile_config(rows, self.cfg)
             # Tables are timed without keys in front of the new ones, of which a few tokens have many.
-            if self.cfg.phase == "extend" and rows * self.cfg.group > FEW_ROWS:
+            if self.cfg.phase == "extend" and rows * self.cfg.group > launch_config.FEW_ROWS:
                 it |= self.config
             found = self._for_queries[rows] = tuple(it[name] for name in NUMBERS)
         return found
@@ -347,10 +359,10 @@ class TritonGQA:
         """
         cfg = self.cfg
         window = cfg.window or 0
-        if max_query_len == 1 and self._decodes:
-            keys = min(max_seq_len, window) if window else max_seq_len
+        if each := self._decodes if max_query_len == 1 else self._tokens_each(max_query_len):
+            keys = min(max_seq_len, window + each - 1) if window else max_seq_len
             numbers = self._decode_numbers(requests, max_seq_len)
-            return triton_decode.kernels_of(cfg.group, requests * cfg.num_kv_heads, cfg.head_dim, keys, *numbers)
+            return launch_config.kernels_of(cfg.group, each, requests * cfg.num_kv_heads, cfg.head_dim, keys, *numbers)
         numbers = self._extend_numbers(max_query_len)
         programs = cdiv(max_query_len * cfg.group, numbers[0]) * cfg.num_kv_heads * requests
         return (*numbers, *_parts(programs, max_query_len, max_seq_len, cfg.group, window)), ()
@@ -359,7 +371,7 @@ class TritonGQA:
     def candidates(cfg: GQAConfig, num_tokens: int) -> list[dict[str, int]]:
         """Return what is worth timing for ``cfg.phase``, the rule's own choice first."""
         if cfg.phase == "decode":
-            return triton_decode.candidates(cfg, num_tokens)
+            return launch_config.candidates(cfg, num_tokens)
         if cfg.phase == "extend":
             own = tile_config(num_tokens, cfg)
             found = [
@@ -387,14 +399,18 @@ class TritonGQA:
         cfg = self.cfg
         window, softcap = cfg.window or 0, cfg.softcap or 0.0
         result: tuple[torch.Tensor, torch.Tensor]
-        if meta.is_decode and self._decodes:
+        if meta.is_decode:
+            each = self._decodes
+        else:
+            each = self._tokens_each(meta.max_query_len) if meta.tree is None else 0
+        if each:
             counters: triton_decode.Counters = meta.plan_of(
                 ("gqa", "triton", cfg.num_kv_heads), lambda step: triton_decode.Counters(step, cfg.num_kv_heads)
             )
             result = triton_decode.gqa_decode(
-                q, k_cache, v_cache, sinks, meta.page_table, meta.seq_lens, meta.starts, counters.done, meta.page_size,
-                meta.max_seq_len, cfg.softmax_scale, window, softcap,
-                *self._decode_numbers(q.shape[0], meta.max_seq_len),
+                q, k_cache, v_cache, sinks, meta.page_table, meta.seq_lens, meta.starts, meta.cu_seqlens_q,
+                counters.done, meta.page_size, each, meta.max_seq_len, cfg.softmax_scale, window, softcap,
+                *self._decode_numbers(meta.seq_lens.shape[0], meta.max_seq_len),
             )  # fmt: skip
             return result
         result = _gqa(

@@ -1,38 +1,30 @@
-"""Grouped-query attention in Triton where each request brings one token: one program a request, key head and split.
+"""Grouped-query attention in Triton where each request brings one token or a few: a program a request, key head, split.
 
 How many splits there are follows from host bounds, so the grid under capture does not depend on lengths; how many of
 them work for a request, from its length: a short one has a single part, which is the result. The parts of a longer
 one are added up in fixed order: few by the last of its programs to finish (found by a counter, which is zero again
 afterwards), many by a second kernel.
 
-All query heads of a key head are rows of one tile. The next block's page number is read one block ahead, so that
-every stage of the pipeline holds keys and values.
+All query heads of a key head are rows of one tile, those of several tokens (drafts to verify, the end of a prompt) one
+token behind the other. The next block's page number is read one block ahead, so that every stage of the pipeline holds
+keys and values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
-from fastlayers.attention.gqa.config import GQAConfig
+from fastlayers.attention.gqa.launch_config import FUSED_SPLITS, blocks_of, combine_block, one_page, splits_of
 from fastlayers.attention.gqa.triton_softmax import LN2, LOG2E, add_sink
 from fastlayers.attention.meta import AttentionMeta
-from fastlayers.integers import next_power_of_2
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, dot, release_dependents
-
-# Programs that a small batch is cut into: one a multiprocessor of an H200; of narrow heads, which bring half the bytes
-# a block, two. Constants, so that results do not depend on the GPU.
-FEW_PROGRAMS, PROGRAMS = 132, 264
-# Longer requests than LONGEST are cut further, into at most MANY programs in all: one of them holds up nobody.
-LONGEST, MANY = 2048, 1056
-# So many parts are added up by the last program of a request to finish; more by a second kernel, a head a program.
-FUSED_SPLITS = 4
 
 
 @triton.jit
@@ -46,8 +38,18 @@ def _pages(pages_ptr, n, high, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, ONE_PA
 
 
 @triton.jit
+def _new_tokens(cu_ptr, request, EACH: tl.constexpr):
+    """Return a request's first row of queries, and how many tokens it brings: in decode one, without a look."""
+    if EACH == 1:
+        return request, 1
+    else:
+        token = tl.load(cu_ptr + request)
+        return token.to(tl.int64), tl.load(cu_ptr + request + 1) - token
+
+
+@triton.jit
 def _share(
-    length, start, splits, wanted, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr,
+    length, start, queries, splits, wanted, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, ONE_PAGE: tl.constexpr,
 ):  # fmt: skip
     """Return the first key that counts, where its block begins, blocks a program, and programs that have some.
@@ -56,7 +58,8 @@ def _share(
     """
     first = tl.maximum(start, 0)
     if WINDOW > 0:
-        first = tl.maximum(first, length - WINDOW)
+        # As the first of the new tokens sees.
+        first = tl.maximum(first, length - WINDOW - (queries - 1))
     low = first
     if ONE_PAGE:
         low = first // BLOCK_N * BLOCK_N
@@ -67,29 +70,60 @@ def _share(
 
 
 @triton.jit
+def _head(row, kv_head, GROUP: tl.constexpr, EACH: tl.constexpr):
+    """Return the query head of each row of a tile."""
+    if EACH == 1:
+        return kv_head * GROUP + row
+    else:
+        return kv_head * GROUP + row % GROUP
+
+
+@triton.jit
+def _token(row, token, GROUP: tl.constexpr, EACH: tl.constexpr):
+    """Return the token of each row of a tile, whose first one is ``token``."""
+    if EACH == 1:
+        return token
+    else:
+        return token + row // GROUP
+
+
+@triton.jit
+def _seen(valid, place, row, first, GROUP: tl.constexpr, EACH: tl.constexpr, WINDOW: tl.constexpr):
+    """Return which ``valid`` keys each row sees; of several tokens the first one stands at ``first``."""
+    seen = valid[None, :]
+    if EACH > 1:
+        behind = (first + row // GROUP)[:, None] - place[None, :]
+        seen = seen & (behind >= 0)
+        if WINDOW > 0:
+            seen = seen & (behind < WINDOW)
+    return seen
+
+
+@triton.jit
 def _add_up(
-    part_ptr, part_lse_ptr, sinks_ptr, o_ptr, lse_ptr, request, kv_head, parts, splits,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SINKS: tl.constexpr,
+    part_ptr, part_lse_ptr, sinks_ptr, o_ptr, lse_ptr, request, token, queries, kv_head, parts, splits,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SINKS: tl.constexpr, EACH: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Add up at most BLOCK_S parts of a key head's query heads, in order; the sink counts once, here."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
+    ROWS: tl.constexpr = GROUP * EACH
     row, column = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-    inside, wide = row < GROUP, column < HEAD_DIM
-    head, first = kv_head * GROUP + row, (request * KV_HEADS + kv_head) * splits
+    inside, wide = row < queries * GROUP, column < HEAD_DIM
+    head, first = _head(row, kv_head, GROUP, EACH), (request * KV_HEADS + kv_head) * splits
     sink = tl.full([BLOCK_G], -float("inf"), tl.float32)
     if SINKS:
         sink = tl.load(sinks_ptr + head, mask=inside, other=0.0).to(tl.float32)
     m = sink
     # Not by way of the first-level cache, which may hold what another launch wrote there.
     for part in tl.static_range(BLOCK_S):
-        at = part_lse_ptr + (first + part) * GROUP + row
+        at = part_lse_ptr + (first + part) * ROWS + row
         m = tl.maximum(m, tl.load(at, mask=inside & (part < parts), other=-float("inf"), cache_modifier=".cg"))
     shift = tl.where(m == -float("inf"), 0.0, m)
     l = tl.exp(sink - shift)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for part in tl.static_range(BLOCK_S):
-        index, some = (first + part) * GROUP + row, inside & (part < parts)
+        index, some = (first + part) * ROWS + row, inside & (part < parts)
         lse = tl.load(part_lse_ptr + index, mask=some, other=-float("inf"), cache_modifier=".cg")
         o = tl.load(
             part_ptr + index[:, None] * HEAD_DIM + column[None, :], mask=some[:, None] & wide[None, :], other=0.0,
@@ -99,7 +133,7 @@ def _add_up(
         l += weight
         acc += o * weight[:, None]
     divisor = tl.where(l > 0, l, 1.0)
-    target = request * HEADS + head
+    target = _token(row, token, GROUP, EACH) * HEADS + head
     tl.store(lse_ptr + target, tl.where(l > 0, shift + tl.log(divisor), -float("inf")), mask=inside)
     tl.store(
         o_ptr + target[:, None] * HEAD_DIM + column[None, :], cast(acc / divisor[:, None], o_ptr.dtype.element_ty),
@@ -110,8 +144,8 @@ def _add_up(
 @kernel
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, sinks_ptr, o_ptr, lse_ptr, part_ptr, part_lse_ptr, counters_ptr, table_ptr, lens_ptr,
-    starts_ptr, q_token, q_head, table_row, splits, wanted, scale, softcap,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
+    starts_ptr, cu_ptr, q_token, q_head, table_row, splits, wanted, scale, softcap,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, EACH: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ONE_PAGE: tl.constexpr,
     MIN_BLOCKS: tl.constexpr, MAX_BLOCKS: tl.constexpr, SPLIT: tl.constexpr, FUSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -122,13 +156,19 @@ def _decode_kernel(
     # Later parts first: only long requests have them.
     split = tl.num_programs(2) - 1 - tl.program_id(2)
     row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    head = kv_head * GROUP + row
-    inside, wide = row < GROUP, column < HEAD_DIM
     # Read before the kernel in front has ended: that one writes queries and the newest keys, no lengths and no pages.
     length, start = tl.load(lens_ptr + request), tl.load(starts_ptr + request)
-    first, low, each, parts = _share(length, start, splits, wanted, WINDOW, BLOCK_N, MIN_BLOCKS, MAX_BLOCKS, ONE_PAGE)
+    token, queries = _new_tokens(cu_ptr, request, EACH)
+    head = _head(row, kv_head, GROUP, EACH)
+    inside, wide = row < queries * GROUP, column < HEAD_DIM
+    first, low, each, parts = _share(
+        length, start, queries, splits, wanted, WINDOW, BLOCK_N, MIN_BLOCKS, MAX_BLOCKS, ONE_PAGE
+    )  # fmt: skip
     if split >= parts:
         return
+    if EACH > 1:
+        if queries == 0:
+            return
     high = length
     if SPLIT:
         low += split * each * BLOCK_N
@@ -137,12 +177,19 @@ def _decode_kernel(
     page = _pages(pages_ptr, low, high, PAGE, BLOCK_N, ONE_PAGE)
     await_inputs(PDL)
     release_dependents(PDL)
+    rows_token = _token(row, token, GROUP, EACH)
+    if EACH == 1:
+        q_at = q_ptr + rows_token * q_token + head[:, None] * q_head
+    else:
+        q_at = q_ptr + rows_token[:, None] * q_token + head[:, None] * q_head
     q = tl.load(
-        q_ptr + request * q_token + head[:, None] * q_head + column[None, :],
+        q_at + column[None, :],
         mask=inside[:, None] & wide[None, :], other=0.0,
     )  # fmt: skip
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    # Weights are added up over blocks column by column, and over columns at the end.
+    # In decode weights are added up over blocks column by column, and over columns at the end; of several tokens, whose
+    # rows leave no registers for that, block by block.
+    l = tl.zeros([BLOCK_M], tl.float32)
     weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for n in range(low, high, BLOCK_N):
@@ -166,14 +213,18 @@ def _decode_kernel(
             s = (softcap * LOG2E) * (1.0 - 2.0 / (inner + 1.0))
         else:
             s = dot(q, k) * (scale * LOG2E)
-        s = tl.where(valid[None, :], s, -float("inf"))
+        s = tl.where(_seen(valid, place, row, length - queries, GROUP, EACH, WINDOW), s, -float("inf"))
         m_new = tl.maximum(m, tl.max(s, axis=1))
         shift = tl.where(m_new == -float("inf"), 0.0, m_new)
         keep, p = tl.exp2(m - shift), tl.exp2(s - shift[:, None])
-        weights = weights * keep[:, None] + p
+        if EACH == 1:
+            weights = weights * keep[:, None] + p
+        else:
+            l = l * keep + tl.sum(p, axis=1)
         acc = dot(cast(p, q.dtype), v, acc * keep[:, None])
         m = m_new
-    l = tl.sum(weights, axis=1)
+    if EACH == 1:
+        l = tl.sum(weights, axis=1)
     if SINKS:
         # Where there are parts, it counts when they are added up.
         sink = tl.load(sinks_ptr + head, mask=inside & (parts == 1), other=-float("inf"))
@@ -184,12 +235,12 @@ def _decode_kernel(
     o = acc / divisor[:, None]
     store = inside[:, None] & wide[None, :]
     if parts == 1:
-        target = request * HEADS + head
+        target = rows_token * HEADS + head
         tl.store(lse_ptr + target, lse, mask=inside)
         tl.store(o_ptr + target[:, None] * HEAD_DIM + column[None, :], cast(o, o_ptr.dtype.element_ty), mask=store)
     elif SPLIT:
         tile = request * KV_HEADS + kv_head
-        target = (tile * splits + split) * GROUP + row
+        target = (tile * splits + split) * (GROUP * EACH) + row
         tl.store(part_lse_ptr + target, lse, mask=inside)
         tl.store(part_ptr + target[:, None] * HEAD_DIM + column[None, :], o, mask=store)
         if FUSED:
@@ -198,24 +249,29 @@ def _decode_kernel(
             if tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel", scope="gpu") == parts - 1:
                 tl.store(counters_ptr + tile, 0)
                 _add_up(
-                    part_ptr, part_lse_ptr, sinks_ptr, o_ptr, lse_ptr, request, kv_head, parts, splits,
-                    HEADS, KV_HEADS, HEAD_DIM, SINKS, BLOCK_G, BLOCK_S, BLOCK_D,
+                    part_ptr, part_lse_ptr, sinks_ptr, o_ptr, lse_ptr, request, token, queries, kv_head, parts, splits,
+                    HEADS, KV_HEADS, HEAD_DIM, SINKS, EACH, BLOCK_G, BLOCK_S, BLOCK_D,
                 )  # fmt: skip
 
 
 @kernel
 def _combine_kernel(
-    part_ptr, part_lse_ptr, sinks_ptr, o_ptr, lse_ptr, lens_ptr, starts_ptr, splits, wanted,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    ONE_PAGE: tl.constexpr, MIN_BLOCKS: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    part_ptr, part_lse_ptr, sinks_ptr, o_ptr, lse_ptr, lens_ptr, starts_ptr, cu_ptr, splits, wanted,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, EACH: tl.constexpr, WINDOW: tl.constexpr,
+    SINKS: tl.constexpr, ONE_PAGE: tl.constexpr, MIN_BLOCKS: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    request, head, nth = tl.program_id(0).to(tl.int64), tl.program_id(1), 0
     part, column = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     length, start = tl.load(lens_ptr + request), tl.load(starts_ptr + request)
+    token, queries = _new_tokens(cu_ptr, request, EACH)
+    if EACH > 1:
+        nth = tl.program_id(2)
+        if nth >= queries:
+            return
     _, _, _, parts = _share(
-        length, start, splits, wanted, WINDOW, BLOCK_N, MIN_BLOCKS, MAX_BLOCKS, ONE_PAGE
+        length, start, queries, splits, wanted, WINDOW, BLOCK_N, MIN_BLOCKS, MAX_BLOCKS, ONE_PAGE
     )  # fmt: skip
     await_inputs(PDL)
     release_dependents(PDL)
@@ -227,7 +283,8 @@ def _combine_kernel(
         acc = tl.zeros([BLOCK_D], tl.float32)
         first = (request * KV_HEADS + head // GROUP) * splits
         for begin in range(0, parts, BLOCK_S):
-            at, some = (first + begin + part) * GROUP + head % GROUP, begin + part < parts
+            at = (first + begin + part) * (GROUP * EACH) + nth * GROUP + head % GROUP
+            some = begin + part < parts
             lse = tl.load(part_lse_ptr + at, mask=some, other=-float("inf"))
             o = tl.load(
                 part_ptr + at[:, None] * HEAD_DIM + column[None, :],
@@ -241,116 +298,10 @@ def _combine_kernel(
             m = m_new
         some_keys = l > 0
         divisor = tl.where(some_keys, l, 1.0)
-        target = request * HEADS + head
+        target = (token + nth) * HEADS + head
         tl.store(lse_ptr + target, tl.where(some_keys, m + tl.log(divisor), -float("inf")))
         o = cast(acc / divisor, o_ptr.dtype.element_ty)
         tl.store(o_ptr + target * HEAD_DIM + column, o, mask=column < HEAD_DIM)
-
-
-# Of a configuration, in the operator's order.
-NUMBERS = ("BLOCK_N", "PROGRAMS", "MIN_KEYS", "MAX_KEYS", "num_warps", "num_stages")
-
-
-def decode_config(cfg: GQAConfig, requests: int) -> dict[str, int]:
-    """Return what decides about a batch without a tuned table.
-
-    BLOCK_N keys a block, PROGRAMS that a batch is cut into, of at least MIN_KEYS and if possible at most MAX_KEYS keys.
-    """
-    if cfg.dtype == torch.float32:
-        block, stages = 16, 2
-    else:
-        block, stages = 64 if cfg.head_dim <= 128 else 32, 4
-    if cfg.window is not None and cfg.window <= 4 * block:
-        return {
-            "BLOCK_N": block, "PROGRAMS": 1, "MIN_KEYS": LONGEST, "MAX_KEYS": LONGEST,
-            "num_warps": 4, "num_stages": min(stages, 3),
-        }  # fmt: skip
-    # Where requests fill the GPU, only long ones are cut.
-    least = block if requests * cfg.num_kv_heads < FEW_PROGRAMS else LONGEST
-    programs = FEW_PROGRAMS if cfg.head_dim > 64 else PROGRAMS
-    return {
-        "BLOCK_N": block, "PROGRAMS": programs, "MIN_KEYS": least, "MAX_KEYS": LONGEST,
-        "num_warps": 4, "num_stages": stages,
-    }  # fmt: skip
-
-
-def candidates(cfg: GQAConfig, requests: int) -> list[dict[str, int]]:
-    """Return what is worth timing, the rule's own choice first."""
-    own = decode_config(cfg, requests)
-    if cfg.dtype == torch.float32:
-        return [own]
-    shapes: tuple[tuple[int, int, int], ...]
-    if own["PROGRAMS"] == 1:
-        shapes = ((64, 4, 2), (64, 4, 4), (64, 2, 3), (64, 1, 2), (128, 8, 2), (128, 4, 2), (32, 1, 4), (32, 1, 3))
-        found = [own | {"BLOCK_N": n, "num_warps": warps, "num_stages": stages} for n, warps, stages in shapes]
-    else:
-        shapes = ((64, 4, 4), (64, 2, 4), (64, 4, 6), (32, 2, 4), (32, 2, 6), (32, 1, 4))
-        few, tiles = own["MIN_KEYS"], requests * cfg.num_kv_heads
-        found = [
-            {
-                "BLOCK_N": n, "PROGRAMS": programs, "MIN_KEYS": least, "MAX_KEYS": most,
-                "num_warps": warps, "num_stages": stages,
-            }
-            for least, most in ((few, LONGEST), (few, 2 * LONGEST), (2 * few, LONGEST))
-            for programs in ((FEW_PROGRAMS, PROGRAMS) if tiles < PROGRAMS else (own["PROGRAMS"],))
-            for n, warps, stages in shapes
-            if n * cfg.head_dim * (stages - 1) <= 40960
-        ]  # fmt: skip
-    return [own, *(one for one in found if one != own)][:40]
-
-
-def num_splits(tiles: int, keys: int, it: Mapping[str, int]) -> tuple[int, int]:
-    """Return programs for each of ``tiles`` requests × key heads of at most ``keys`` keys: at most, and usually.
-
-    From host bounds only, so that a captured grid serves every step.
-    """
-    return _splits(tiles, keys, it["PROGRAMS"], it["MIN_KEYS"], it["MAX_KEYS"])
-
-
-@lru_cache
-def _splits(tiles: int, keys: int, programs: int, min_keys: int, max_keys: int) -> tuple[int, int]:
-    usual = max(1, min(programs // tiles, -(-keys // min_keys)))
-    balanced = min(-(-keys // max_keys), MANY // tiles, max(usual, FUSED_SPLITS))
-    return max(usual, balanced), usual
-
-
-def one_page(page_size: int, block_n: int, window: int) -> bool:
-    """Return whether blocks begin where pages do, so that one page holds each; a short window takes fewer without."""
-    return page_size % block_n == 0 and not 0 < window <= 4 * block_n
-
-
-@lru_cache
-def _blocks(group: int, head_dim: int, splits: int) -> dict[str, int]:
-    power = next_power_of_2
-    return {
-        "BLOCK_M": max(16, power(group)), "BLOCK_G": power(group), "BLOCK_D": max(16, power(head_dim)),
-        "BLOCK_S": min(power(splits), FUSED_SPLITS),
-    }  # fmt: skip
-
-
-def serves(group: int, dtype: torch.dtype) -> bool:
-    """Return whether these kernels fit: wide groups of fp32 heads would not fit the registers."""
-    return group <= (16 if dtype == torch.float32 else 64)
-
-
-def kernels_of(
-    group: int, tiles: int, head_dim: int, keys: int, block_n: int, programs: int, min_keys: int, max_keys: int,
-    warps: int, stages: int,
-) -> tuple[tuple[int, ...], tuple[int, ...]]:  # fmt: skip
-    """Return what of a step is compiled into kernels: constants that differ between steps, and numbers.
-
-    ``tiles``: requests × key heads. ``keys``: the most that one of them reads. The rest is the configuration's.
-    """
-    splits, wanted = _splits(tiles, keys, programs, min_keys, max_keys)
-    blocks = _blocks(group, head_dim, splits)
-    least, most = max(1, min_keys // block_n), max(1, max_keys // block_n)
-    combined = combine_block(splits, blocks["BLOCK_D"]) if splits > FUSED_SPLITS else 0
-    return (block_n, least, most, warps, stages, splits > 1, blocks["BLOCK_S"], combined), (splits, wanted)
-
-
-def combine_block(splits: int, block_d: int) -> int:
-    """Return how many parts the second kernel adds up at once."""
-    return min(next_power_of_2(splits), 4096 // block_d)
 
 
 class Counters:
@@ -368,15 +319,15 @@ class Counters:
 
 @lru_cache(maxsize=4096)
 def _launches(
-    shape: tuple[int, ...], strides: tuple[int, ...], kv_heads: int, table_row: int, scale: float, softcap: float,
-    page: int, window: int, sinks: bool, splits: int, wanted: int, block_n: int, min_keys: int, max_keys: int,
-    warps: int, stages: int, device: torch.device,
+    shape: tuple[int, ...], strides: tuple[int, ...], requests: int, each: int, kv_heads: int, table_row: int,
+    scale: float, softcap: float, page: int, window: int, sinks: bool, splits: int, wanted: int, block_n: int,
+    min_keys: int, max_keys: int, warps: int, stages: int, device: torch.device,
 ) -> tuple[Callable[..., None], Callable[..., None]]:  # fmt: skip
     """Return what launches the attention of one shape, and what combines its splits."""
-    requests, heads, head_dim = shape
-    blocks = _blocks(heads // kv_heads, head_dim, splits)
+    _, heads, head_dim = shape
+    blocks = blocks_of(heads // kv_heads, each, head_dim, splits)
     shared = {
-        "HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "WINDOW": window, "SINKS": sinks,
+        "HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "EACH": each, "WINDOW": window, "SINKS": sinks,
         "ONE_PAGE": one_page(page, block_n, window),
         "MIN_BLOCKS": max(1, min_keys // block_n), "MAX_BLOCKS": max(1, max_keys // block_n),
         "BLOCK_N": block_n, **dependent_launch(device),
@@ -388,15 +339,15 @@ def _launches(
     )  # fmt: skip
     at_once = combine_block(splits, blocks["BLOCK_D"])
     combine = _combine_kernel.at(
-        (requests, heads), splits, wanted, **shared, BLOCK_D=blocks["BLOCK_D"], BLOCK_S=at_once, num_warps=4
+        (requests, heads, each), splits, wanted, **shared, BLOCK_D=blocks["BLOCK_D"], BLOCK_S=at_once, num_warps=4
     )
     return attend, combine
 
 
 def _fake(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sinks: torch.Tensor | None,
-    page_table: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor, counters: torch.Tensor, page_size: int,
-    max_seq_len: int, scale: float, window: int, softcap: float,
+    page_table: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    counters: torch.Tensor, page_size: int, each: int, max_seq_len: int, scale: float, window: int, softcap: float,
     block_n: int, programs: int, min_keys: int, max_keys: int, warps: int, stages: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     return q.new_empty(*q.shape), q.new_empty(*q.shape[:2], dtype=torch.float32)
@@ -405,28 +356,31 @@ def _fake(
 @operator("gqa_decode", _fake, writes=("counters",))
 def gqa_decode(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sinks: torch.Tensor | None,
-    page_table: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor, counters: torch.Tensor, page_size: int,
-    max_seq_len: int, scale: float, window: int, softcap: float,
+    page_table: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    counters: torch.Tensor, page_size: int, each: int, max_seq_len: int, scale: float, window: int, softcap: float,
     block_n: int, programs: int, min_keys: int, max_keys: int, warps: int, stages: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attend one token of each request; ``(o, lse)``. ``counters`` are zero before and after."""
-    shape, kv_heads = q.shape, k_cache.shape[2]
-    requests, heads, head_dim = shape
-    o, lse = q.new_empty(requests, heads, head_dim), q.new_empty(requests, heads, dtype=torch.float32)
-    if not requests:
+    """Attend one token of each request, or up to ``each`` of them; ``(o, lse)``.
+
+    ``counters`` are zero before and after. ``cu_seqlens_q`` is read where ``each`` is not 1.
+    """
+    shape, kv_heads, requests = q.shape, k_cache.shape[2], seq_lens.shape[0]
+    tokens, heads, head_dim = shape
+    o, lse = q.new_empty(tokens, heads, head_dim), q.new_empty(tokens, heads, dtype=torch.float32)
+    if not tokens or not requests:
         return o, lse
-    keys = min(max_seq_len, window) if window else max_seq_len
-    splits, wanted = _splits(requests * kv_heads, keys, programs, min_keys, max_keys)
+    keys = min(max_seq_len, window + each - 1) if window else max_seq_len
+    splits, wanted = splits_of(requests * kv_heads, keys, programs, min_keys, max_keys)
     logits = q if sinks is None else sinks
     part, part_lse = o, lse
     if splits > 1:
-        part = q.new_empty(requests * heads * splits, head_dim, dtype=torch.float32)
-        part_lse = q.new_empty(requests * heads * splits, dtype=torch.float32)
+        part = q.new_empty(requests * each * heads * splits, head_dim, dtype=torch.float32)
+        part_lse = q.new_empty(requests * each * heads * splits, dtype=torch.float32)
     attend, combine = _launches(
-        shape, q.stride(), kv_heads, page_table.stride()[0], scale, softcap, page_size, window, sinks is not None,
-        splits, wanted, block_n, min_keys, max_keys, warps, stages, q.device,
+        shape, q.stride(), requests, each, kv_heads, page_table.stride()[0], scale, softcap, page_size, window,
+        sinks is not None, splits, wanted, block_n, min_keys, max_keys, warps, stages, q.device,
     )  # fmt: skip
-    attend(q, k_cache, v_cache, logits, o, lse, part, part_lse, counters, page_table, seq_lens, starts)
+    attend(q, k_cache, v_cache, logits, o, lse, part, part_lse, counters, page_table, seq_lens, starts, cu_seqlens_q)
     if splits > FUSED_SPLITS:
-        combine(part, part_lse, logits, o, lse, seq_lens, starts)
+        combine(part, part_lse, logits, o, lse, seq_lens, starts, cu_seqlens_q)
     return o, lse
