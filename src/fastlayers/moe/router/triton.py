@@ -1,4 +1,4 @@
-"""The router in Triton: one program a token, scores in registers, k rounds of a maximum.
+"""The router in Triton: one program a token, of many tokens several; scores in registers, k rounds of a maximum.
 
 The logits of a few tokens are matrix-vector products: every program takes a few experts, whose weights it reads
 before it waits for the tokens.
@@ -23,6 +23,8 @@ from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release
 # More tokens are a matrix product.
 MAX_LOGIT_TOKENS = 16
 MAX_HIDDEN = 8192
+# As many have a program each. Of more, starting the programs takes the time: a nanosecond each, whatever they do.
+FEW_TOKENS = 256
 
 
 @triton.jit
@@ -117,8 +119,17 @@ def _best_groups(
     return kept
 
 
-@kernel
-def _router_kernel(
+@triton.jit
+def _rounded(weights, ROUND: tl.constexpr):
+    if ROUND == 1:
+        weights = cast(weights, tl.bfloat16).to(tl.float32)
+    elif ROUND == 2:
+        weights = cast(weights, tl.float16).to(tl.float32)
+    return weights
+
+
+@triton.jit
+def _route_row(
     logits_ptr, bias_ptr, num_valid_ptr, weights_ptr, ids_ptr, logits_stride, renorm_eps, factor,
     GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP_K: tl.constexpr,
     SCORING: tl.constexpr, TOP2: tl.constexpr, MASK_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -189,11 +200,7 @@ def _router_kernel(
         weights = power / tl.sum(power, axis=0)
     if RENORMALIZE:
         weights = weights / (tl.sum(weights, axis=0) + renorm_eps)
-    weights = weights * factor
-    if ROUND == 1:
-        weights = cast(weights, tl.bfloat16).to(tl.float32)
-    elif ROUND == 2:
-        weights = cast(weights, tl.float16).to(tl.float32)
+    weights = _rounded(weights * factor, ROUND)
     if HAS_VALID:
         ids = tl.where(live, ids, -1)
         weights = tl.where(live, weights, 0.0)
@@ -201,9 +208,124 @@ def _router_kernel(
     tl.store(weights_ptr + out, weights, mask=slot < TOP_K)
 
 
+@triton.jit
+def _in_halves(parts, COUNT: tl.constexpr, WIDTH: tl.constexpr):
+    # The sum of COUNT <= WIDTH tensors as a warp sums WIDTH lanes: those half the width apart first, so that a token
+    # has the same weights whichever program it is in.
+    if WIDTH == 1:
+        return parts[0]
+    else:
+        half: tl.constexpr = WIDTH // 2
+        left: tl.constexpr = half if COUNT > half else COUNT
+        sums = ()
+        for i in tl.static_range(left):
+            sums = sums + ((parts[i] + parts[i + half]) if i + half < COUNT else parts[i],)
+        return _in_halves(sums, left, half)
+
+
+@triton.jit
+def _route_rows(
+    logits_ptr, num_valid_ptr, weights_ptr, ids_ptr, tokens, logits_stride, renorm_eps, factor,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr, HAS_VALID: tl.constexpr,
+    RENORMALIZE: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    # Of ROWS tokens, without groups and correction. What is one number a token is held once in each of its lanes.
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    known = row < tokens
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = column < EXPERTS
+    start = logits_ptr + row.to(tl.int64)[:, None] * logits_stride
+    out = row.to(tl.int64)[:, None] * TOP_K + column
+    await_inputs(PDL)
+    release_dependents(PDL)
+    live = known
+    if HAS_VALID:
+        live = row < tl.load(num_valid_ptr)
+    z = _finite(tl.load(start + column, mask=known[:, None] & inside, other=0.0).to(tl.float32))
+    if SCORING == 0:
+        shifted = tl.where(inside, z, -float("inf"))
+        power = tl.exp(shifted - tl.max(shifted, axis=1)[:, None])
+        score = power / tl.sum(power, axis=1)[:, None]
+    elif SCORING == 1:
+        score = _sigmoid(z)
+    else:
+        score = z
+    lowest: tl.constexpr = -(1 << 31)
+    values = tl.where(inside, _in_integer_order((score + 0.0).to(tl.int32, bitcast=True)), lowest)
+    ids = tl.zeros([ROWS, BLOCK], tl.int32)
+    found = ()
+    for k in tl.static_range(TOP_K):
+        value = tl.max(values, axis=1)
+        winner = tl.min(tl.where(values == value[:, None], column, 0xFFFF), axis=1)
+        values = tl.where(column == winner[:, None], lowest, values)
+        ids = tl.where(column == k, winner[:, None], ids)
+        found = found + (_in_integer_order(value).to(tl.float32, bitcast=True),)
+    if SCORING == 2:
+        powers = ()
+        for k in tl.static_range(TOP_K):
+            powers = powers + (tl.exp(found[k] - found[0]),)
+        total = _in_halves(powers, TOP_K, WIDTH)
+        found = ()
+        for k in tl.static_range(TOP_K):
+            found = found + (powers[k] / total,)
+    if RENORMALIZE:
+        divisor = _in_halves(found, TOP_K, WIDTH) + renorm_eps
+    weights = tl.zeros([ROWS, BLOCK], tl.float32)
+    for k in tl.static_range(TOP_K):
+        weight = found[k] / divisor if RENORMALIZE else found[k]
+        weights = tl.where(column == k, _rounded(weight * factor, ROUND)[:, None], weights)
+    if HAS_VALID:
+        ids, weights = tl.where(live[:, None], ids, -1), tl.where(live[:, None], weights, 0.0)
+    chosen = known[:, None] & (column < TOP_K)
+    tl.store(ids_ptr + out, ids, mask=chosen)
+    tl.store(weights_ptr + out, weights, mask=chosen)
+
+
+@kernel(do_not_specialize=("tokens",))
+def _router_kernel(
+    logits_ptr, bias_ptr, num_valid_ptr, weights_ptr, ids_ptr, tokens, logits_stride, renorm_eps, factor,
+    GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP_K: tl.constexpr,
+    SCORING: tl.constexpr, TOP2: tl.constexpr, MASK_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_VALID: tl.constexpr, RENORMALIZE: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if ROWS > 1:
+        tl.static_assert(GROUPS == 1 and not HAS_BIAS)
+        _route_rows(
+            logits_ptr, num_valid_ptr, weights_ptr, ids_ptr, tokens, logits_stride, renorm_eps, factor,
+            GROUP_SIZE, TOP_K, SCORING, HAS_VALID, RENORMALIZE, ROUND, ROWS, BLOCK_S, BLOCK_K, PDL,
+        )  # fmt: skip
+    else:
+        _route_row(
+            logits_ptr, bias_ptr, num_valid_ptr, weights_ptr, ids_ptr, logits_stride, renorm_eps, factor,
+            GROUPS, GROUP_SIZE, TOPK_GROUPS, TOP_K, SCORING, TOP2, MASK_ZERO, HAS_BIAS, HAS_VALID, RENORMALIZE, ROUND,
+            BLOCK_G, BLOCK_S, BLOCK_K, PDL,
+        )  # fmt: skip
+
+
 def _empty(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = logits.shape[0]
     return logits.new_empty(tokens, top_k, dtype=torch.float32), logits.new_empty(tokens, top_k, dtype=torch.int32)
+
+
+def _rows_and_warps(
+    tokens: int, groups: int, size: int, stride: int, top_k: int, scoring: int, bias: bool
+) -> tuple[int, int]:
+    """Return the tokens and warps of a program, for ``groups`` of ``size`` experts.
+
+    A token's weights have the same bits whichever this is. Scores that are each expert's own may be held by a few lanes
+    a token; a softmax over all experts is summed by a whole warp, whose lanes must hold what they would hold alone.
+    """
+    block = next_power_of_2(groups) * next_power_of_2(size)
+    if block > 512:
+        return 1, 4
+    if tokens <= FEW_TOKENS or groups > 1 or bias or top_k > 16:
+        return 1, 1
+    if SCORINGS[scoring] != "softmax":
+        return (16 if block <= 32 else 4), 4
+    alike = block <= 32 or (block == size and stride % 16 == 0)
+    return (4, 4) if alike else (1, 1)
 
 
 @lru_cache(maxsize=4096)
@@ -215,12 +337,13 @@ def _launch(
     """Return what launches the router of one shape."""
     size = experts // groups
     block_g, block_s = next_power_of_2(groups), next_power_of_2(size)
+    rows, warps = _rows_and_warps(tokens, groups, size, stride, top_k, scoring, bias)
     return _router_kernel.at(  # type: ignore[no-any-return]
-        (tokens,), stride, eps, factor,
+        (cdiv(tokens, rows),), tokens, stride, eps, factor,
         GROUPS=groups, GROUP_SIZE=size, TOPK_GROUPS=topk_groups, TOP_K=top_k, SCORING=scoring, TOP2=top2,
-        MASK_ZERO=mask_zero, HAS_BIAS=bias, HAS_VALID=valid, RENORMALIZE=renormalize, ROUND=rounded,
+        MASK_ZERO=mask_zero, HAS_BIAS=bias, HAS_VALID=valid, RENORMALIZE=renormalize, ROUND=rounded, ROWS=rows,
         BLOCK_G=block_g, BLOCK_S=block_s, BLOCK_K=next_power_of_2(top_k),
-        num_warps=1 if block_g * block_s <= 512 else 4, **dependent_launch(device),
+        num_warps=warps, **dependent_launch(device),
     )  # fmt: skip
 
 
