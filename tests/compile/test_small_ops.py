@@ -14,6 +14,8 @@ from fastlayers import env
 from fastlayers.moe.router.layer import RouterConfig
 from fastlayers.moe.router.triton import TritonRouter
 from fastlayers.registry.spec import Case
+from fastlayers.rotary.layer import RotaryConfig
+from fastlayers.rotary.triton import TritonRotary
 from fastlayers.testing.compile_check import KernelBuild, compile_for, compiled_for
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -83,3 +85,25 @@ def test_several_tokens_a_program_compile_for_other_cards(capability: int) -> No
             build.name, build.kernel, build.signature, constants, build.num_warps, aligned=build.aligned
         )
         assert f"sm_{capability}" in compiled_for(other, capability).asm["ptx"]
+
+
+def rotary(dim: int, tokens: int) -> KernelBuild:
+    """Return the launch for so many tokens with 32 and 8 heads."""
+    cfg = RotaryConfig(dim, dim)
+    shape = {
+        "num_tokens": tokens, "heads": (32, 8), "dtype": torch.bfloat16, "width": dim, "max_position": 64, "axes": 1,
+        "positions": torch.int64,
+    }  # fmt: skip
+    with recording() as recorder:
+        recorder.label = "rotary"
+        _run("rotary", TritonRotary(cfg), Case("rotary", cfg, shape))
+    (build,) = recorder.builds.values()
+    return build
+
+
+@pytest.mark.parametrize(("dim", "tile"), [(128, True), (64, False)])
+def test_angles_of_a_few_tokens_pass_through_no_shared_memory(dim: int, tile: bool) -> None:
+    build = rotary(dim, FEW)
+    assert build.constexprs["TILE"] is tile and not rotary(dim, FEW + 1).constexprs["TILE"]
+    compiled = compiled_for(build)
+    assert compiled.metadata.shared == 0 and "bar." not in compiled.asm["ptx"]

@@ -320,3 +320,21 @@ def test_positions_outside_the_table_are_named_on_a_cpu(backend: str, bad: list[
     for rope, positions in ((plain, torch.tensor(bad)), (mrope, torch.tensor([[0, 0], bad, [0, 0]]))):
         with pytest.raises(ArgumentError, match=words):
             rope(torch.zeros(2, 1, 8), None, positions)
+
+
+@pytest.mark.parametrize(("dim", "section"), [(128, ()), (256, ()), (128, (16, 24, 24)), (96, ())])
+def test_a_few_tokens_turn_as_among_many(dim: int, section: tuple[int, ...]) -> None:
+    """Threads that read their own angles, and threads that share them, give the same bits."""
+    rope = RotaryEmbedding(dim, max_position=64, backend="triton", scaling=RopeScaling(mrope_section=section))
+    q, k = torch.randn(20, 5, dim).bfloat16(), torch.randn(20, 1, dim).bfloat16()
+    positions = torch.randint(64, (3, 20) if section else (20,))
+    many = rope(q, k, positions)
+    few = [rope(q[at : at + 5], k[at : at + 5], positions[..., at : at + 5]) for at in range(0, 20, 5)]
+    for found, pieces in zip(many, zip(*few, strict=True), strict=True):
+        assert found is not None and torch.equal(found, torch.cat([x for x in pieces if x is not None]))
+    assert not torch.equal(many[0], q)
+    far = torch.tensor([-5, 63, 1 << 40, 0, 7]) if not section else positions[:, :5]
+    triton_rows = rope.ladder.pick(5)
+    turned = triton_rows(q[:5], k[:5], rope.cos, rope.sin, far)[0]
+    near = far.clamp(0, 63)
+    assert torch.equal(turned, triton_rows(q[:5], k[:5], rope.cos, rope.sin, near)[0])

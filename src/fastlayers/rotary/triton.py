@@ -14,6 +14,7 @@ from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release
 
 # Heads a program, of few tokens and of more.
 FEW_TOKENS, HEADS_OF_FEW, MOST_HEADS = 16, 8, 32
+WARPS = 2
 
 
 @triton.jit
@@ -35,8 +36,9 @@ def angles(
     cos_ptr, sin_ptr, positions_ptr, token, max_position, axis_stride,
     HALF: tl.constexpr, BLOCK: tl.constexpr,
     SECTION_T: tl.constexpr, SECTION_H: tl.constexpr, SECTION_W: tl.constexpr, ALTERNATE: tl.constexpr,
+    ROWS: tl.constexpr = 0,
 ):  # fmt: skip
-    """Return cos and sin of one token for every frequency."""
+    """Return cos and sin of one token for every frequency; ``ROWS``: so many times, as a tile."""
     f = tl.arange(0, BLOCK)
     if SECTION_T + SECTION_H + SECTION_W > 0:
         if ALTERNATE:
@@ -49,8 +51,14 @@ def angles(
         position = tl.load(positions_ptr + token).to(tl.int64)
     # A position outside the table must not become a read outside it.
     position = tl.minimum(tl.maximum(position, 0), max_position - 1)
-    c = tl.load(cos_ptr + position * HALF + f, mask=f < HALF, other=0.0)
-    s = tl.load(sin_ptr + position * HALF + f, mask=f < HALF, other=0.0)
+    if ROWS > 0:
+        offset = tl.broadcast_to((position * HALF + f)[None, :], (ROWS, BLOCK))
+        inside = tl.broadcast_to((f < HALF)[None, :], (ROWS, BLOCK))
+        c = tl.load(cos_ptr + offset, mask=inside, other=0.0)
+        s = tl.load(sin_ptr + offset, mask=inside, other=0.0)
+    else:
+        c = tl.load(cos_ptr + position * HALF + f, mask=f < HALF, other=0.0)
+        s = tl.load(sin_ptr + position * HALF + f, mask=f < HALF, other=0.0)
     return c, s
 
 
@@ -60,7 +68,8 @@ def _rotary_kernel(
     q_heads, k_heads, q_token_stride, q_head_stride, k_token_stride, k_head_stride,
     HALF: tl.constexpr, DIM: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
     SECTION_T: tl.constexpr, SECTION_H: tl.constexpr, SECTION_W: tl.constexpr, ALTERNATE: tl.constexpr,
-    HEADS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     # Programs that run at the same time have neighbouring heads: whole pages of memory.
     token, block = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(0) % BLOCKS
@@ -84,10 +93,14 @@ def _rotary_kernel(
     # After the loads that wait for nothing.
     c, s = angles(
         cos_ptr, sin_ptr, positions_ptr, token, max_position, axis_stride,
-        HALF, BLOCK, SECTION_T, SECTION_H, SECTION_W, ALTERNATE,
+        HALF, BLOCK, SECTION_T, SECTION_H, SECTION_W, ALTERNATE, HEADS if TILE else 0,
     )  # fmt: skip
-    first = cast(a * c[None, :] - b * s[None, :], y_ptr.dtype.element_ty)
-    second = cast(b * c[None, :] + a * s[None, :], y_ptr.dtype.element_ty)
+    if TILE:
+        first = cast(a * c - b * s, y_ptr.dtype.element_ty)
+        second = cast(b * c + a * s, y_ptr.dtype.element_ty)
+    else:
+        first = cast(a * c[None, :] - b * s[None, :], y_ptr.dtype.element_ty)
+        second = cast(b * c[None, :] + a * s[None, :], y_ptr.dtype.element_ty)
     if OUT:
         both = tl.arange(0, 2 * BLOCK)
         y = tl.reshape(tl.join(first, second), (HEADS, 2 * BLOCK))
@@ -99,6 +112,17 @@ def _rotary_kernel(
         tl.store(out + HALF + f[None, :], second, mask=mask)
     if REST > 0:
         tl.store(out + column[None, :], rest, mask=kept)
+
+
+def _program(tokens: int, angles_each: int) -> tuple[int, int, bool]:
+    """Return the most heads of a program, its warps, and whether each thread reads the angles of its own values.
+
+    A few tokens are spread over more programs, and there is no other work to hide behind: where each thread read other
+    angles than it needs, they would pass through shared memory, behind three barriers after the last load.
+    """
+    if tokens > FEW_TOKENS:
+        return MOST_HEADS, WARPS, False
+    return HEADS_OF_FEW, WARPS, angles_each >= 32 * WARPS
 
 
 def _fake(q: torch.Tensor, k: torch.Tensor | None, *rest: object) -> list[torch.Tensor]:
@@ -116,9 +140,8 @@ def _rotary(
     outputs = [x.new_empty(*x.shape) for x in (q, k) if x is not None]
     if tokens and q_heads + k_heads:
         half = cos.shape[1]
-        # A few tokens are spread over more programs.
-        max_heads = MOST_HEADS if tokens > FEW_TOKENS else HEADS_OF_FEW
-        heads = min(max_heads, next_power_of_2(max(q_heads, k_heads)))
+        most, warps, tile = _program(tokens, next_power_of_2(half))
+        heads = min(most, next_power_of_2(max(q_heads, k_heads)))
         parts = section if positions.dim() == 2 else [0, 0, 0]
         positions = positions.contiguous()
         blocks = cdiv(q_heads, heads) + cdiv(k_heads, heads)
@@ -128,8 +151,8 @@ def _rotary(
             HALF=half, DIM=dim, IN=interleaved_in, OUT=interleaved_out,
             SECTION_T=parts[0], SECTION_H=parts[1], SECTION_W=parts[2], ALTERNATE=alternate,
             HEADS=heads, BLOCKS=blocks, BLOCK=next_power_of_2(half),
-            REST=next_power_of_2(dim - 2 * half) if dim > 2 * half else 0,
-            **dependent_launch(q.device), num_warps=2,
+            REST=next_power_of_2(dim - 2 * half) if dim > 2 * half else 0, TILE=tile,
+            **dependent_launch(q.device), num_warps=warps,
         )  # fmt: skip
     return outputs
 
