@@ -9,9 +9,9 @@ A family's file says what ``self_attn`` and ``mlp`` are. Number formats are in `
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -301,6 +301,7 @@ class CausalLM(nn.Module):
     config_class: Any
     layer_class: Any
     context_class: type[ModelContext] = ModelContext
+    merged_tensors: ClassVar[Mapping[str, Sequence[str]]] = {}  # see fastlayers_models.loading.in_one_tensor
 
     def __init__(
         self,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -148,7 +149,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, *, ignore: Sequence[s
     """
     same_checkpoint(checkpoint, getattr(model, "parallel", None))
     wanted: dict[str, list[Slot]] = {}
-    for name, slot in slots(model):
+    for name, slot in in_one_tensor(slots(model), getattr(model, "merged_tensors", {})):
         wanted.setdefault(name, []).append(slot)
     _check_names(checkpoint, wanted, [*ignore, *(f"^{re.escape(name)}$" for name in _cache_scales(model, checkpoint))])
     with torch.inference_mode():
@@ -157,6 +158,37 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, *, ignore: Sequence[s
                 slot.fill(name, checkpoint.read(name, slot.index))
         fold_cache_scales(model, checkpoint)
     announce_slow_formats(model)
+
+
+def in_one_tensor(found: Iterable[tuple[str, Slot]], merged: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, Slot]]:
+    """Yield the slots of a model, those of ``merged`` parts as rows of the one tensor that holds them in turn.
+
+    Parameters
+    ----------
+    found : iterable of (str, Slot)
+        Of the whole model, see :func:`fastlayers.weights.slots`.
+    merged : mapping
+        A module of the checkpoint to the modules that it is here, as ``{"qkv_proj": ("q_proj", "k_proj", "v_proj")}``.
+        Weights and biases are merged. Scales are not, nor what is no rows of one tensor: these keep their names, which
+        the comparison with the checkpoint lists as missing.
+    """
+    listed = list(found)
+    shapes = {name: tuple(slot.shape) for name, slot in listed}
+    place_of = {part: (whole, parts) for whole, parts in merged.items() for part in parts}
+    for name, slot in listed:
+        prefix, module, kind = ([""] * 3 + name.rsplit(".", 2))[-3:]
+        whole, parts = place_of.get(module, ("", ()))
+        head = f"{prefix}." if prefix else ""
+        given = [shapes.get(f"{head}{part}.{kind}", ()) for part in parts]
+        if kind not in ("weight", "bias") or not (given and all(given)) or len({shape[1:] for shape in given}) != 1:
+            yield name, slot
+            continue
+        before = sum(shape[0] for shape in given[: parts.index(module)])
+        first, *rest = slot.index or (slice(None),)
+        start, stop, _ = first.indices(slot.shape[0])
+        shape = (sum(each[0] for each in given), *slot.shape[1:])
+        index = (slice(before + start, before + stop), *rest)
+        yield f"{head}{whole}.{kind}", replace(slot, shape=shape, index=index)
 
 
 def _cache_scales(model: nn.Module, checkpoint: Checkpoint) -> list[str]:
