@@ -129,7 +129,7 @@ class ThreadCollectives(Collectives):
         return self._sum(f"reduce_scatter_variable {tuple(sizes)}", x)[start : start + sizes[self.rank]].clone()
 
 
-def simulate(size: int, function: Callable[..., Any], *args: Any, timeout: float = 20.0) -> list[Any]:
+def simulate(size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
     """Run ``function(rank, *args)`` on ``size`` ranks that are threads; return the results in rank order.
 
     Raises
@@ -190,7 +190,7 @@ class World:
         self._pipes: list[multiprocessing.connection.Connection] = []
 
     def run(
-        self, function: Callable[..., Any], *args: Any, timeout: float = 120.0, dying: Sequence[int] = ()
+        self, function: Callable[..., Any], *args: Any, timeout: float = 300.0, dying: Sequence[int] = ()
     ) -> list[Any]:
         """Run ``function(rank, *args)`` on every rank and return the results in rank order.
 
@@ -342,7 +342,7 @@ def _join(rank: int, size: int, backend: str, store: str) -> Rank:
     if cuda:
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=100)
+        backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=250)
     )
     mesh = init_device_mesh("cuda" if cuda else "cpu", (size,))
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
