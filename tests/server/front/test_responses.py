@@ -89,7 +89,7 @@ def test_what_does_not_fit_is_named_as_it_was_given(server: Server) -> None:
 
 
 def test_an_operator_ends_a_response_by_the_id_that_its_client_has(qwen: Any) -> None:  # noqa: F811
-    with on_the_wire(lambda *given: 5, tokens=qwen, vocab_size=520, open_admin=True) as wire:
+    with on_the_wire(lambda *given: 5, tokens=qwen, vocab_size=520, open_admin=True, tick_seconds=0.02) as wire:
         client = openai.OpenAI(base_url=f"{wire.url}/v1", api_key="x")
         events = iter(client.responses.create(model="tiny", input="hi", stream=True))
         created: Any = next(events)
