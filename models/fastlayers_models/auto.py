@@ -29,6 +29,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "deepseek_v3": _DEEPSEEK,
         "gpt_oss": "fastlayers_models.gpt_oss:GptOssForCausalLM",
         "llama": "fastlayers_models.llama:LlamaForCausalLM",
+        "llama4": "fastlayers_models.llama4:Llama4ForCausalLM",
         "llama4_text": "fastlayers_models.llama4:Llama4ForCausalLM",
         "qwen2": _QWEN,
         "qwen2_5_vl": _QWEN_VL,
@@ -167,7 +168,7 @@ def check_options(family: type[CausalLM], options: Mapping[str, Any]) -> None:
 
 
 def _inner_hint(config: Mapping[str, Any], families: Mapping[str, Any]) -> str:
-    """Return what to do where a model is unknown, but the language model in it is not: as Llama 4 is published."""
+    """Return what to do where a model is unknown, but the language model in it is not: as LLaVA is published."""
     text = config.get("text_config")
     kind = text.get("model_type") if isinstance(text, Mapping) else None
     if not isinstance(kind, str) or kind not in families:

@@ -36,7 +36,7 @@ NAMES = {
 
 def attention_layers(model: nn.Module) -> Iterator[tuple[str, fl.Attention | fl.MLAAttention]]:
     """Yield the layers that write a cache, with their names in checkpoints."""
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(prefix=getattr(model, "checkpoint_name", "")):
         if isinstance(module, fl.Attention | fl.MLAAttention):
             yield name, module
 

@@ -236,7 +236,9 @@ class Generator:
         if pixel_values is not None and self.groups.size > 1:
             raise ArgumentError("Generator", "pixel_values", "given", "None with several attention groups")
         tower, ids = getattr(self.model, "tower", None), [request.prompt for request in requests]
-        for request, images in zip(requests, prompt_images(tower, ids, pixel_values, image_grid_thw), strict=True):
+        image_token = getattr(self.model.config, "image_token_id", None)
+        found = prompt_images(tower, ids, pixel_values, image_grid_thw, image_token)
+        for request, images in zip(requests, found, strict=True):
             request.images = images
         (max_new_tokens,) = as_integers(max_new_tokens)
         requests = requests[self.groups.rank :: self.groups.size]

@@ -124,9 +124,12 @@ class PromptImages:
 
 
 def prompt_images(
-    tower: VisionTower | None, prompts: Sequence[Sequence[int]], pixel_values: Any, image_grid_thw: Any
-) -> list[PromptImages | None]:
+    tower: VisionTower | None, prompts: Sequence[Sequence[int]], pixel_values: Any, image_grid_thw: Any,
+    image_token: int | None = None,
+) -> list[PromptImages | None]:  # fmt: skip
     """Return the images of each prompt, ``None`` for a prompt without; arguments as of ``Generator.stream``.
+
+    ``image_token``: what stands for images in prompts of a model that was read without its tower.
 
     Raises
     ------
@@ -137,6 +140,10 @@ def prompt_images(
     if tower is None:
         if pixel_values is not None or image_grid_thw is not None:
             raise ArgumentError(NAME, "pixel_values", "given", "None: this model has no vision tower")
+        for index, ids in enumerate(prompts):
+            if image_token is not None and image_token in ids:
+                given = f"an image's token {image_token} at {list(ids).index(image_token)}"
+                raise ArgumentError(NAME, f"prompts[{index}]", given, "text: this model has no vision tower")
         return [None] * len(prompts)
     pair = {"pixel_values": pixel_values, "image_grid_thw": image_grid_thw}
     missing = [name for name, value in pair.items() if value is None]

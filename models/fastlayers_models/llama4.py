@@ -1,4 +1,4 @@
-"""Llama 4, the language model, from fastlayers layers.
+"""Llama 4, the language model, from fastlayers layers; of whole checkpoints (``llama4``) the text part.
 
     tokens ─► embed ─► [ norm ─► attention ─► norm ─► SwiGLU or MoE ] × layers ─► norm ─► lm_head ─► logits
 
@@ -12,7 +12,7 @@ expert sees its input times the sigmoid of its score, and its output is added as
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from fastlayers.moe.fused_moe.gpt_oss_slots import StackedExpertNames
 from fastlayers_models.blocks import CausalLM, DecoderLayer, ModelContext, SwiGLU
 from fastlayers_models.config import GQA_DECODER, GQADecoderConfig, Size, check_experts
 from fastlayers_models.experts import route
-from fastlayers_models.settings import FLAG, MOST_POSITIONS, Setting
+from fastlayers_models.settings import FLAG, MOST_POSITIONS, Setting, read_settings, shown
 
 THETA = 500000.0
 _LLAMA4: dict[str, Setting] = GQA_DECODER | {
@@ -56,7 +56,10 @@ _LLAMA4: dict[str, Setting] = GQA_DECODER | {
     "attn_scale": Setting("float", 0.1),
     "attention_bias": FLAG,
 }
-SETTINGS = {"llama4_text": _LLAMA4}
+# As published: with a vision part, the language model's settings in text_config and its tensors below WITHIN.
+WHOLE, WITHIN = "llama4", "language_model"
+SETTINGS = {WHOLE: _LLAMA4, "llama4_text": _LLAMA4}
+_OUTER = {"image_token_index": Setting("int >= 0", 200092, also=("image_token_id",))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +74,10 @@ class Llama4Config(GQADecoderConfig):
         Of each layer: whether queries and keys are rotated (and normed, with ``use_qk_norm``).
     moe_layers : tuple of int
         Which layers have experts.
+    within : str
+        Below which name a checkpoint has the model's tensors; ``""``: they are all it has.
+    image_token_id : int or None
+        Stands in prompts where images are, of which this model knows nothing.
     """
 
     known = SETTINGS
@@ -87,6 +94,13 @@ class Llama4Config(GQADecoderConfig):
     floor_scale: int = 8192
     attn_scale: float = 0.1
     attention_bias: bool = False
+    within: str = ""
+    image_token_id: int | None = None
+
+    @property
+    def prefix(self) -> str:
+        """The decoder's name in the checkpoint."""
+        return f"{self.within}.model" if self.within else "model"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,7 +115,11 @@ class Llama4Config(GQADecoderConfig):
     @classmethod
     def fields_of(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the constructor's arguments from a ``config.json`` of a known ``model_type``."""
-        name, values = cls.__name__, super().fields_of(config)
+        name, outer = cls.__name__, {}
+        if config["model_type"] == WHOLE:
+            outer = {"within": WITHIN, "image_token_id": read_settings(name, config, _OUTER)["image_token_index"]}
+            config = _text_config(config)
+        values = super().fields_of(config) | outer
         count = values["num_hidden_layers"]
         every, step = values.pop("no_rope_layer_interval"), values.pop("interleave_moe_layer_step")
         # Longer lists than there are layers are read so far.
@@ -127,13 +145,21 @@ class Llama4Config(GQADecoderConfig):
         # The first layer of each kind.
         for index in self.moe_layers[:1]:
             name, words = (
-                f"model.layers.{index}.feed_forward.experts.gate_up_proj",
+                f"{self.prefix}.layers.{index}.feed_forward.experts.gate_up_proj",
                 "num_local_experts, intermediate_size",
             )
             yield Size(name, (experts, hidden, 2 * inner), words)
         for index in [index for index in range(self.num_hidden_layers) if index not in self.moe_layers][:1]:
-            name = f"model.layers.{index}.feed_forward.gate_proj.weight"
+            name = f"{self.prefix}.layers.{index}.feed_forward.gate_proj.weight"
             yield Size(name, (self.intermediate_size_mlp, hidden), "intermediate_size_mlp")
+
+
+def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the language model's settings of a whole ``config.json``, with its tensors' number format."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ArgumentError("Llama4Config", "text_config", shown(text), "an object of names and values")
+    return dict(text) | {"model_type": WHOLE, "quantization_config": config.get("quantization_config")}
 
 
 class Llama4Context(ModelContext):
@@ -247,7 +273,8 @@ class Llama4Layer(DecoderLayer):
     MLP = "feed_forward"
 
     def __init__(self, context: Llama4Context, index: int, *, is_last: bool = False) -> None:
-        config, name = context.config, f"model.layers.{index}"
+        config = context.config
+        name = f"{config.prefix}.layers.{index}"
         attention = Llama4Attention(context, f"{name}.self_attn", index)
         sparse, inner = index in config.moe_layers, f"{name}.feed_forward"
         mlp = Llama4MoE(context, inner) if sparse else SwiGLU(context, inner, config.intermediate_size_mlp)
@@ -257,7 +284,21 @@ class Llama4Layer(DecoderLayer):
 class Llama4ForCausalLM(CausalLM):
     """Llama 4's language model for generation over a paged cache; parameters as of :class:`CausalLM`.
 
-    ``page_size`` divides the attention's chunk.
+    ``page_size`` divides the attention's chunk. A checkpoint's vision part is not read, and images are refused.
     """
 
     config_class, layer_class, context_class = Llama4Config, Llama4Layer, Llama4Context
+
+    @property
+    def checkpoint_name(self) -> str:
+        """What checkpoints have this model's tensors below."""
+        within: str = self.config.within
+        return within
+
+    @property
+    def ignored_tensors(self) -> Sequence[str]:
+        """Patterns of tensors with no place here: derived buffers, a tied head, the vision part's."""
+        if not self.config.within:
+            return super().ignored_tensors
+        patterns = [pattern.replace("^", rf"^{self.config.within}\.", 1) for pattern in super().ignored_tensors]
+        return [*patterns, r"^(?:vision_model|multi_modal_projector)\."]

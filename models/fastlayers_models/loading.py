@@ -113,7 +113,8 @@ def check_config(checkpoint: Checkpoint, config: Any) -> None:
 
 
 def _check_tied(checkpoint: Checkpoint, config: Any) -> None:
-    head, embedding = "lm_head.weight", f"{getattr(config, 'prefix', 'model')}.embed_tokens.weight"
+    head = ".".join(filter(None, (getattr(config, "within", ""), "lm_head.weight")))
+    embedding = f"{getattr(config, 'prefix', 'model')}.embed_tokens.weight"
     if not config.tie_word_embeddings or not {head, embedding} <= checkpoint.file_of.keys():
         return
     shape = checkpoint.shape(embedding)
@@ -149,7 +150,8 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, *, ignore: Sequence[s
     """
     same_checkpoint(checkpoint, getattr(model, "parallel", None))
     wanted: dict[str, list[Slot]] = {}
-    for name, slot in in_one_tensor(slots(model), getattr(model, "merged_tensors", {})):
+    read = slots(model, getattr(model, "checkpoint_name", ""))
+    for name, slot in in_one_tensor(read, getattr(model, "merged_tensors", {})):
         wanted.setdefault(name, []).append(slot)
     _check_names(checkpoint, wanted, [*ignore, *(f"^{re.escape(name)}$" for name in _cache_scales(model, checkpoint))])
     with torch.inference_mode():

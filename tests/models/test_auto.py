@@ -20,7 +20,7 @@ from fastlayers_models.llama import LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
 from checkpoint_tools import SHIPPED, rewrite
-from family_tools import BASE, Variation, save_random
+from family_tools import Variation, save_random
 
 ACCEPTED = r"accepted: a directory with config\.json and \*\.safetensors, or the name of such a model"
 TINY = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "head_dim": 8}
@@ -79,22 +79,18 @@ def test_unknown_architectures_list_the_known_ones(llama: Path, tmp_path: Path, 
     assert f"{folder}: model_type {kind!r} is unknown; known: {', '.join(sorted(FAMILIES))}" == str(error.value)
 
 
-def test_a_language_model_inside_an_unknown_one_is_said_to_run_alone(tmp_path: Path) -> None:
-    """As the published Llama 4 has it; what the error advises gives a checkpoint that is read."""
-    import transformers
+def test_a_language_model_inside_an_unknown_one_is_said_to_run_alone(llama: Path, tmp_path: Path) -> None:
+    """As LLaVA has one; what the error advises gives a checkpoint that is read."""
 
-    small = {"intermediate_size_mlp": 32, "num_local_experts": 2, "num_key_value_heads": 2, "attention_chunk_size": 64}
-    text = BASE | TINY | small | {"num_hidden_layers": 2}
-    vision = {
-        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 128,
-        "vision_output_dim": 32, "image_size": 28, "projector_input_dim": 32, "projector_output_dim": 32,
-    }  # fmt: skip
-    config = transformers.Llama4Config(text_config=text, vision_config=vision)
-    transformers.Llama4ForConditionalGeneration(config).save_pretrained(tmp_path / "whole")
-    with pytest.raises(UnknownModelError, match=r"'llama4' is unknown; .* Its text_config says 'llama4_text': "):
-        AutoModel.from_pretrained(tmp_path / "whole")
-    transformers.Llama4ForCausalLM.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "alone")
-    assert AutoModel.from_pretrained(tmp_path / "alone", page_size=16).config.model_type == "llama4_text"
+    def inside(config: dict[str, Any]) -> None:
+        text = dict(config)
+        config.clear()
+        config.update(model_type="llava", text_config=text)
+
+    folder = rewrite(llama, tmp_path / "whole", config=inside)
+    with pytest.raises(UnknownModelError, match=r"'llava' is unknown; .* Its text_config says 'llama': "):
+        AutoModel.from_pretrained(folder)
+    assert AutoModel.from_pretrained(llama, page_size=16).config.model_type == "llama"
 
 
 def make(folder: Path, **files: Any) -> Path:

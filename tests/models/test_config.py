@@ -47,6 +47,10 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOssConfig", {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 16},
     ),
     "llama": ("LlamaConfig", {"rope_parameters": LLAMA3, "attention_bias": True}),
+    "llama4": (
+        "Llama4TextConfig",
+        {"intermediate_size_mlp": 80, "num_local_experts": 4, "attention_chunk_size": 64, "head_dim": 16},
+    ),
     "llama4_text": (
         "Llama4TextConfig",
         {"intermediate_size_mlp": 80, "num_local_experts": 4, "attention_chunk_size": 64, "head_dim": 16},
@@ -72,6 +76,10 @@ def config_of(kind: str) -> dict[str, Any]:
     """Return the whole ``config.json`` of a tiny model, as transformers writes it."""
     name, changes = CLASSES[kind]
     made = getattr(transformers, name)(**BASE | changes)
+    if kind == "llama4":  # the language model's settings are within
+        made = transformers.Llama4Config(text_config=made)
+        found = json.loads(made.to_json_string(use_diff=False))
+        return {key: found[key] for key in ("model_type", "text_config", "image_token_index")}
     return json.loads(made.to_json_string(use_diff=False)) | {"model_type": kind}
 
 
@@ -87,7 +95,7 @@ def through_transformers(kind: str, config: dict[str, Any]) -> dict[str, Any] | 
     """Return the file that transformers writes after reading this one; ``None`` where it cannot read it."""
     given = {k: v for k, v in copy.deepcopy(config).items() if k != "model_type"}
     try:
-        made = getattr(transformers, CLASSES[kind][0])(**given)
+        made = getattr(transformers, "Llama4Config" if kind == "llama4" else CLASSES[kind][0])(**given)
         return json.loads(made.to_json_string(use_diff=False)) | {"model_type": kind}
     except Exception:  # of any kind: what transformers raises is not what is tested
         return None
@@ -156,7 +164,7 @@ def computed_with(kind: str) -> set[str]:
     module = inspect.getmodule(getattr(transformers, CLASSES[kind][0].removesuffix("Config") + "Model"))
     tree, found = ast.parse(inspect.getsource(module)), set()
     # The language model alone is ours.
-    others = "Vision|VLModel" + "|MultiModal|ConditionalGeneration|Unfold" * (kind == "llama4_text")
+    others = "Vision|VLModel" + "|MultiModal|ConditionalGeneration|Unfold" * kind.startswith("llama4")
     parts = [node for node in tree.body if not (isinstance(node, ast.ClassDef) and re.search(others, node.name))]
     for node in (inner for part in parts for inner in ast.walk(part)):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("config"):
@@ -280,6 +288,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for kind in CLASSES:
         name, changes = CLASSES["qwen2" if kind.startswith("qwen2_5_vl") else kind]
         made[kind] = save_random(getattr(transformers, name)(**BASE | changes), tmp_path_factory.mktemp(kind))
+    within = {f"language_model.{name}": value for name, value in tensors_of(made["llama4"]).items()}
+    write(made["llama4"], config_of("llama4"), within)
     return made
 
 

@@ -16,10 +16,11 @@ from fastlayers.attention.buckets import ExtendBucket
 from fastlayers.attention.chunked import chunked, in_chunks
 from fastlayers.attention.meta import AttentionBatch, AttentionState
 from fastlayers.errors import ArgumentError, CheckpointError, UnknownModelError
+from fastlayers_models.generate import Generator
 from fastlayers_models.llama4 import Llama4Config, Llama4ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
-from checkpoint_tools import Feeder, rewrite
+from checkpoint_tools import Feeder, rewrite, tensors_of
 from family_tools import (
     BASE,
     EP2,
@@ -31,6 +32,7 @@ from family_tools import (
     check_like_hugging_face,
     check_ranks,
     ours,
+    randomize,
     rows_of,
     save_random,
     stock,
@@ -161,11 +163,97 @@ def test_bad_configurations_are_named(folders: dict[str, Path], tmp_path: Path) 
     ):
         with pytest.raises(ArgumentError, match=message):
             Llama4Config.from_hf(good | change)
-    with pytest.raises(UnknownModelError, match="model_type 'llama4' is unknown; known: llama4_text"):
-        Llama4Config.from_hf(good | {"model_type": "llama4"})
+    with pytest.raises(UnknownModelError, match="model_type 'llama5' is unknown; known: llama4, llama4_text"):
+        Llama4Config.from_hf(good | {"model_type": "llama5"})
+    for text in (None, [], "llama4_text"):
+        with pytest.raises(ArgumentError, match=r"text_config is .*; accepted: an object of names and values"):
+            Llama4Config.from_hf(good | {"model_type": "llama4", "text_config": text})
     wider = rewrite(folders["scout"], tmp_path / "wider", config=lambda c: c.update(num_local_experts=8))
     with pytest.raises(CheckpointError, match=r"gate_up_proj has shape .* \(num_local_experts, intermediate_size"):
         ours(wider)
+
+
+VISION = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint as published: the language model within, beside a vision part and its projector."""
+    from transformers import Llama4Config as Stock
+    from transformers import Llama4ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = Stock(text_config=SCOUT.hf_config().to_dict(), vision_config=VISION, image_token_index=160)
+    folder = tmp_path_factory.mktemp("whole")
+    randomize(Llama4ForConditionalGeneration(config)).save_pretrained(folder)
+    return folder
+
+
+def test_the_text_part_of_a_whole_checkpoint_equals_hugging_face(whole: Path) -> None:
+    from transformers import Llama4ForConditionalGeneration
+
+    names = tensors_of(whole).keys()
+    assert {name.partition(".")[0] for name in names} == {"language_model", "vision_model", "multi_modal_projector"}
+    model = ours(whole)
+    assert isinstance(model, Llama4ForCausalLM) and model.config.chunks == (32, 32, 32, None)
+    reference = Llama4ForConditionalGeneration.from_pretrained(whole, dtype=torch.float32).eval()
+    check_like_hugging_face(reference, model, 2)
+
+
+def test_images_of_a_whole_checkpoint_are_refused_in_words(whole: Path) -> None:
+    generator = Generator(ours(whole), max_batch=2, max_length=64)
+    with pytest.raises(ArgumentError, match="pixel_values is given; accepted: None: this model has no vision tower"):
+        generator.generate([[5, 160, 7]], max_new_tokens=2, pixel_values=torch.zeros(1, 3, 28, 28))
+    words = r"prompts\[1\] is an image's token 160 at 1; accepted: text: this model has no vision tower"
+    with pytest.raises(ArgumentError, match=words):
+        generator.generate([[5, 7], [5, 160, 7]], max_new_tokens=2)
+    assert len(generator.generate([[5, 7]], max_new_tokens=2, eos_ids=())[0]) == 2
+
+
+@pytest.mark.parametrize("grid", [TP2, EP2], ids=str)
+def test_ranks_read_their_parts_of_a_whole_checkpoint(whole: Path, grid: Any) -> None:
+    check_ranks(whole, grid)
+
+
+def test_what_a_whole_checkpoint_lacks_or_has_too_much_is_named_as_it_is_there(whole: Path, tmp_path: Path) -> None:
+    name = "language_model.model.layers.1.self_attn.k_proj.weight"
+    for folder, change, words in (
+        ("lacks", lambda t: t.pop(name), rf"missing tensors: {name}"),
+        ("more", lambda t: t.update({"model.norm.weight": torch.ones(64)}), r"unexpected tensors: model\.norm\.weight"),
+        ("shape", lambda t: t.update({name: torch.ones(2, 64)}), rf"wrong shapes: {name} has shape \(2, 64\)"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            ours(rewrite(whole, tmp_path / folder, change))
+    head = "language_model.lm_head.weight"
+
+    def tied(config: dict[str, Any]) -> None:
+        config["text_config"]["tie_word_embeddings"] = True
+
+    with pytest.raises(CheckpointError, match=rf"{head} is not language_model\.model\.embed_tokens\.weight"):
+        ours(rewrite(whole, tmp_path / "tied", config=tied))
+    same = rewrite(
+        whole,
+        tmp_path / "same",
+        lambda t: t.update({head: t["language_model.model.embed_tokens.weight"].clone()}),
+        tied,
+    )
+    assert ours(same).config.tie_word_embeddings
+
+
+def test_modules_kept_out_of_a_format_have_the_names_of_the_whole(whole: Path) -> None:
+    wide = {"hidden_size": 128, "intermediate_size": 128, "intermediate_size_mlp": 128, "head_dim": 64}
+    text = json.loads((whole / "config.json").read_text())["text_config"] | wide
+    kept = [f"language_model.model.layers.{index}.feed_forward" for index in range(4)]
+    kept.append("language_model.model.layers.1.self_attn")
+    said = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": kept}
+    read = Llama4Config.from_hf({"model_type": "llama4", "text_config": text, "quantization_config": said})
+    model = Llama4ForCausalLM(read, page_size=16, device="cpu")
+    kinds = [type(layer.self_attn.o_proj) for layer in model.model.layers]
+    assert kinds == [fl.FP8BlockLinear, fl.Linear, fl.FP8BlockLinear, fl.FP8BlockLinear]
+    assert {type(layer.feed_forward.shared_expert.down_proj) for layer in model.model.layers} == {fl.Linear}
 
 
 @pytest.mark.parametrize("extend", [False, True], ids=["decode", "extend"])
