@@ -55,6 +55,8 @@ class Layer(WatchedModule):
     ladder: Ladder
     # Whether inputs come from a caller that vouches for them, see trust().
     trusted = False
+    # Whether what is chosen when a step first needs it leaves out what is not built yet, as outside of a warm-up.
+    built_only = True
     # Parameters that stay as they are when the module is cast to another dtype.
     kept_in_fp32: tuple[str, ...] = ()
 

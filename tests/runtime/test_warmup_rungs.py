@@ -6,7 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,13 +16,16 @@ import fastlayers as fl
 from fastlayers import device
 from fastlayers.attention.batch import AttentionBatch
 from fastlayers.attention.meta import AttentionState
+from fastlayers.attention.mla.prefix_chunks import MLAThresholds
 from fastlayers.device import DESCRIBED, Package
 from fastlayers.layer import Layer
 from fastlayers.quant.spec import QuantSpec
 from fastlayers.runtime import builds, kernel_cache, precompile
 from fastlayers.runtime.attention_steps import Step, arguments, kind_of, of_each_kind
 from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
+from fastlayers.runtime.package_builds import Built, Module, PackageBuilds
 from fastlayers.runtime.warmup import _examples
+from fastlayers.weights_epoch import epoch_of
 from fastlayers_models.generate import Generator
 from fastlayers_server import known_models
 from fastlayers_server.random_models import random_model
@@ -222,3 +225,88 @@ def test_last_chunks_of_experts_are_warmed_up(h200: None, monkeypatch: pytest.Mo
         for inputs in _examples(layer, 4096 + tail):
             layer(*inputs)
     assert kinds.seen and not kinds.seen - warm
+
+
+@pytest.mark.parametrize("h200", [()], indirect=True)
+@pytest.mark.parametrize("held", [True, False], ids=["of a generator", "alone"])
+def test_long_prefixes_are_warmed_up_where_steps_reach_them(
+    h200: None, held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes over the prefix's chunks are not causal, and all give sums to merge: kernels that no other step has."""
+    kinds = Kinds(monkeypatch)
+    state = AttentionState(4, 2048, 256, 64)
+    step = SimpleNamespace(state=state, extend_buckets=None) if held else None
+
+    def late(one_shot: int) -> set[Any]:
+        layer = latent(16, thresholds=MLAThresholds(one_shot=one_shot, chunk=256, few=1))
+        kinds.seen.clear()
+        for job in precompile.jobs_of("mla", layer, _examples, 2048, 4, step):
+            job.call()
+        warm = set(kinds.seen)
+        kinds.seen.clear()
+        for queries, prefixes in (((40,), (3000,)), ((700, 1000), (1, 2900)), ((2000,), (2050,)), ((9, 9), (2000, 64))):
+            pages = [[1] * -(-(query + prefix) // 64) for query, prefix in zip(queries, prefixes, strict=True)]
+            x, cache = precompile._rows_and_cache(layer, sum(queries), 1)
+            meta = state.plan(AttentionBatch(queries, prefixes, pages))
+            assert (layer.path(meta) == "mha_chunked") == (one_shot < 2048)
+            layer(x, meta, cache)
+        return {kind for kind in kinds.seen - warm if "mla" in kind[0] or "merge" in kind[0]}
+
+    # Steps of four requests bring 65,536 tokens at most.
+    assert late(2000) == set()
+    layer = latent(16, thresholds=MLAThresholds(one_shot=4 * 16384))
+    assert not [job for job in precompile.jobs_of("mla", layer, _examples, 2048, 4, step) if "chunks" in job.label]
+
+
+@pytest.mark.parametrize("h200", [("flashinfer",)], indirect=True)
+@pytest.mark.parametrize("fails", [False, True], ids=["built", "fails"])
+def test_what_only_long_contexts_take_is_built(h200: None, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPT-OSS's decode has XQA in its tables of 16,384 and 65,536 cached tokens, and in that of 4,096 it has not."""
+    built: set[str] = set()
+    wanted: list[str] = []
+    told: list[Module] = []
+
+    def unbuilt(layer: str, backend: Any, cfg: Any, where: Any) -> str | None:
+        lacks = backend.name == "xqa" and builds.entry(layer, backend.name, cfg, where) not in built
+        return builds.UNBUILT if lacks else None
+
+    def record(done: Any, tokens: int) -> list[str]:
+        names = {builds.entry(layer, row.name, cfg, where) for layer, row, cfg, where in done}
+        built.update(name for name in names if "=xqa" in name)
+        return sorted(built)
+
+    def begin(self: PackageBuilds, modules: Any) -> None:
+        told[:] = modules
+        wanted.extend(module.label for module in told)
+
+    def ended(self: PackageBuilds) -> list[Built]:
+        return [Built(module, 1.0, "error: no space" if fails else None) for module in told]
+
+    def failed(layer: str, backend: Any, cfg: Any, where: Any) -> str | None:
+        return builds._failed.get(builds.entry(layer, backend.name, cfg, where))  # of a described device, too
+
+    monkeypatch.setattr(builds, "_failed", {})
+    monkeypatch.setattr(builds, "unbuilt", unbuilt)
+    monkeypatch.setattr(builds, "record", record)
+    monkeypatch.setattr(builds, "failed", failed)
+    monkeypatch.setattr(PackageBuilds, "begin", begin)
+    monkeypatch.setattr(PackageBuilds, "ended", ended)
+    monkeypatch.setattr(PackageBuilds, "ready", lambda self, package: True)
+    layer = LAYERS["gpt_oss"]()
+    deep = Step(128, 128, 1, 20000)
+
+    def core() -> str:
+        return type(layer.core(deep, 128)).__name__
+
+    assert core() == "TritonGQA"  # chosen before the warm-up, when nothing is built
+    Kinds(monkeypatch)
+    epoch = epoch_of(model := torch.nn.Sequential(layer))
+    before = epoch.value
+    report = fl.warmup(model, max_tokens=64, max_batch=128, progress=False, probe=False)
+    report.watch.close()
+    assert len(wanted) == len(set(wanted)) and any("gen_xqa_module" in label for label in wanted)
+    assert core() == ("TritonGQA" if fails else "XQA") and layer.built_only
+    assert (epoch.value > before) and bool(built) != fails
+    # A layer of the same kind, and a second warm-up, find it.
+    layer = LAYERS["gpt_oss"]()
+    assert core() == ("TritonGQA" if fails else "XQA")

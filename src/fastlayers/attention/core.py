@@ -144,9 +144,38 @@ class AttentionCore(Layer):
         if self.few:
             cfg = replace(cfg, few=meta.max_query_len <= self.few)
         usual = self.decode_choice
-        choice = registry_named(usual.layer).choose_phases(cfg, (phase,), usual.device, usual.requested)[0]
+        choice = self._choice_for(replace(cfg, phase=phase), usual.requested)
         same = self.shares_contexts and phase == "decode" and choice.rungs == usual.rungs
         return self.decode_ladder if same else choice.build()
+
+    def _choice_for(self, cfg: Any, requested: str) -> Choice:
+        table, device = registry_named(self.choice.layer), self.choice.device
+        return table.choose_phases(cfg, (cfg.phase,), device, requested, built_only=self.built_only)[0]
+
+    def choose_again(self, built_only: bool = True) -> bool:
+        """Choose once more, ladders of other phases and contexts as well: those that would differ are built anew."""
+        self.built_only = built_only
+        if super().choose_again(built_only):
+            return True
+        if self.choice.requested != "auto":
+            return False
+        kept = {
+            key: ladder for key, ladder in self._ladders.items()
+            if ladder is self.decode_ladder or ladder is self.ladder or not self._differs(ladder.choice)
+        }  # fmt: skip
+        if len(kept) == len(self._ladders):
+            return False
+        self._ladders = kept
+        for epoch in self._epochs:
+            epoch.changed()
+        return True
+
+    def _differs(self, choice: Choice) -> bool:
+        return choice.requested == "auto" and self._choice_for(choice.cfg, "auto").rungs != choice.rungs
+
+    def long_prefix(self, tokens: int) -> str:
+        """Return the path that steps of so many tokens, cached and new ones, take alone; ``""``: there is none."""
+        return ""
 
     def check(self, argument: str, hidden: torch.Tensor, meta: AttentionMeta, cache: LayerCache) -> None:
         """Raise :class:`ArgumentError` unless the inputs of ``forward`` fit; ``argument`` is the name of the first."""

@@ -4,6 +4,7 @@ token counts of a layer      powers of two and what lies between, both sides of 
 captured extends             attention in each bucket, with bounds from the bucket and from the state's size
 other steps of attention     one of each kind that its ladders and backends tell apart, in tables as wide as the
                              state's: see attention_steps.py; without a state, decode in every class of context
+prefixes in chunks           expanded behind a cached page, if steps may be as long as that takes (MLA)
 what a package asks          counts that its backend names (``token_counts``): its kernels follow rules of its own
 threads                      Triton's compiler lets others run while it works; other packages have one thread each,
                              after the modules that they say they need: see package_builds.py
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from torch import nn
 from fastlayers import env
 from fastlayers.attention.buckets import ExtendBucket, ExtendBuckets
 from fastlayers.attention.context_buckets import CONTEXTS
+from fastlayers.attention.examples import long_prefix_example
 from fastlayers.layer import Layer
 from fastlayers.registry import Backend, Choice
 from fastlayers.runtime import builds
@@ -100,11 +102,14 @@ def jobs_of(
 
     ``step`` has what captures extends: its ``extend_buckets``, and the ``state`` whose size their kernels depend on.
     """
-    state, attention = getattr(step, "state", None), hasattr(layer, "decode_choice")
+    state, attention, core = getattr(step, "state", None), hasattr(layer, "decode_choice"), cast("Any", layer)
     positions = getattr(getattr(layer, "rotary", None), "max_position", max_tokens)
     kinds: list[Step] = []
     if attention and state is not None:
         kinds += of_each_kind(layer, state, max_tokens, max_batch, positions)
+    contexts = [context for context in CONTEXTS if context < positions] or [positions - 1]
+    for context in contexts if attention and state is None else ():
+        core.core(Step(1, 1, 1, context + 1), 1)
     choices = list(choices_of(layer))  # only now: ladders of all contexts and phases were built for the kinds
     rungs = [(rung, choice.cfg) for choice in choices for rung in choice.rungs]
     edges = [rung.max_tokens for rung, _ in rungs if rung.max_tokens is not None]
@@ -118,8 +123,14 @@ def jobs_of(
         yield Job(f"{label} {count}", count, packages_at(choices, count), lambda n=count: calls(n))  # type: ignore[misc]
     if not attention:
         return
+    requests, reach = (max_batch, positions) if state is None else _most_of(state, max_batch, positions)
+    if path := core.long_prefix(requests * reach):
+        size = core.cfg.page_size
+        for count in cover(min(max_tokens, reach - size), edges, named):
+            call = partial(_call, layer, long_prefix_example, count, path)
+            yield Job(f"{label} {count} behind chunks", count, packages_at(choices, count), call)
     if state is None:
-        for context in [context for context in CONTEXTS if context < positions] or [positions - 1]:
+        for context in contexts:
             for count in cover(max_batch, edges):
                 call = partial(_call, layer, _decode, count, context)
                 yield Job(f"{label} {count} × {context}", count, packages_at(choices, count), call)
@@ -132,6 +143,11 @@ def jobs_of(
         call = partial(_call, layer, _extend, bucket, state)
         words = f"{label} {bucket.tokens} of {bucket.requests} requests"
         yield Job(words, bucket.tokens, packages_at(choices, bucket.tokens), call)
+
+
+def _most_of(state: Any, max_batch: int, positions: int) -> tuple[int, int]:
+    """Return the requests of a step, and the tokens of each."""
+    return min(max_batch, state.max_batch), min(state.capacity, positions)
 
 
 def _named(backend: Backend, cfg: Any, most: int) -> Iterable[int]:

@@ -154,6 +154,8 @@ def warmup(
         for layer in layers:
             layer.choose_again()  # without what could not be built
         raise
+    for layer in layers:
+        layer.built_only = True
     report.probed = probed
     if build:
         report.built = builds.record(_automatic(layers), max(counts))
@@ -201,9 +203,10 @@ def _run(
         again = True
         while again:  # what a package cannot build is left out, and the rest runs once more
             begin, before, ended = time.perf_counter(), len(seen()), {}
+            # First the jobs: with them ladders of all contexts are chosen, of which one may lack a package's module.
+            jobs = _side_by_side(module, *every) if every is not None else []
             wanted = _lacking(building)
             builder.begin(wanted)
-            jobs = _side_by_side(module, *every) if every is not None else []
             if jobs:
                 with _bar(len(jobs), progress) as advance:
                     ended = precompile.run(jobs, advance, modules=builder)

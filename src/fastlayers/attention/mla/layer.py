@@ -286,6 +286,10 @@ class MLAAttention(AttentionCore):
             return meta.path or "mqa"
         return select_path(meta.batch, self.thresholds, self.num_heads)
 
+    def long_prefix(self, tokens: int) -> str:
+        """Return the path of prefixes that are expanded chunk by chunk, if steps of so many tokens reach it."""
+        return "mha_chunked" if tokens > self.thresholds.one_shot else ""
+
     def forward(self, hidden_states: torch.Tensor, meta: AttentionMeta, cache: LayerCache) -> torch.Tensor:
         """Attend; the new tokens' latents are written to ``cache`` first.
 
