@@ -101,6 +101,14 @@ class Slot:
         self.dest.copy_(value)
 
 
+def scale_slot(dest: torch.Tensor, rows: int, read: slice) -> Slot:
+    """Return the slot of one scale a row of a weight, stored as ``[N]``, or ``[N, 1]`` as compressed-tensors writes it.
+
+    ``rows``: of the whole weight, of which this rank reads ``read`` into ``dest``.
+    """
+    return Slot(dest, (rows,), (read,), convert=lambda scale: scale.reshape(-1), wrong=wrong_scale)
+
+
 def slots(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Slot]]:
     """Yield ``(checkpoint name, slot)`` for every weight of ``module`` and its children.
 

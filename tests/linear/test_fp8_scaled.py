@@ -14,7 +14,7 @@ from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.errors import ArgumentError, CheckpointError
 from fastlayers.linear.fp8_scaled.layer import FP8ScaledLinear, FP8ScaledLinearConfig, quantize_scaled_weight
 from fastlayers.quant.spec import QuantSpec
-from fastlayers.weights import slots
+from fastlayers.weights import scale_slot, slots
 
 BACKENDS = ("torch", "triton", "reference")
 E4M3 = torch.float8_e4m3fn
@@ -248,3 +248,25 @@ def test_scales_that_are_no_numbers_are_refused_by_name(build: Any, some: set[st
         else:  # of a block or a channel of zeros
             slot.fill(name, values[slot.index])
             assert bool((slot.dest == 0).any())
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: fl.Int8Linear(32, 8),
+        lambda: FP8ScaledLinear(32, 8),
+        lambda: fl.WeightOnlyLinear(64, 8, format="w8a16", group_size=0, layout="plain"),
+    ],
+)
+def test_a_scale_a_row_is_read_from_either_shape_in_one_way(build: Any) -> None:
+    layer, values = build(), torch.rand(8) + 0.5
+    (slot,) = [slot for name, slot in slots(layer) if name == "weight_scale"]
+    like = scale_slot(slot.dest, 8, slice(0, 8))
+    assert (slot.shape, slot.index, slot.wrong) == (like.shape, like.index, like.wrong)
+    assert slot.convert is not None and slot.convert.__code__ is like.convert.__code__  # type: ignore[union-attr]
+    for stored in (values, values[:, None]):
+        slot.dest.fill_(1.0)
+        slot.fill("a.weight_scale", stored)
+        assert torch.equal(slot.dest, values)
+    with pytest.raises(CheckpointError, match=r"a\.weight_scale: shape \(16,\) does not fit \(8,\)"):
+        slot.fill("a.weight_scale", torch.ones(8, 2))

@@ -30,7 +30,7 @@ from fastlayers.linear.quantised import QuantisedLinear, QuantisedLinearConfig
 from fastlayers.linear.sgl_scaled_gemm import refuses
 from fastlayers.quant.block_quant import E4M3, E4M3_MAX, decode_e4m3
 from fastlayers.registry import TRITON_NEEDS, Backend, Registry, reference_backend, torch_backend, triton_backend
-from fastlayers.weights import Slot, wrong_divisor, wrong_scale
+from fastlayers.weights import Slot, scale_slot, wrong_divisor, wrong_scale
 
 WEIGHT_SCALES = ("tensor", "channel")
 ACTIVATION_SCALES = ("token", "tensor", "static")
@@ -169,7 +169,7 @@ class FP8ScaledLinear(QuantisedLinear):
         if self.weight_scale_kind == "tensor":
             yield weight_name, Slot(scale, (), convert=_repeated(scale.shape[0]), wrong=wrong_scale)
         else:
-            yield weight_name, Slot(scale, (full,), (read,), convert=lambda s: s.reshape(-1), wrong=wrong_scale)
+            yield weight_name, scale_slot(scale, full, read)
         if self.input_scale is not None:
             part = self.input_scale[index : index + 1]
             yield input_name, Slot(part, (), convert=lambda s: s.reshape(1), wrong=wrong_divisor)

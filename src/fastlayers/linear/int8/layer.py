@@ -25,7 +25,7 @@ from fastlayers.linear.base import check_source
 from fastlayers.linear.quantised import QuantisedLinear, QuantisedLinearConfig
 from fastlayers.linear.sgl_scaled_gemm import refuses
 from fastlayers.registry import TRITON_NEEDS, Backend, Registry, reference_backend, torch_backend, triton_backend
-from fastlayers.weights import Slot, wrong_scale
+from fastlayers.weights import Slot, scale_slot
 
 LARGEST = 127.0
 EPS = 1e-10
@@ -132,9 +132,8 @@ class Int8Linear(QuantisedLinear):
         return (self.weight.float() * self.weight_scale[:, None]).to(dtype)
 
     def scale_slots(self, index: int, full: int, read: slice, local: slice) -> Iterator[tuple[str, Slot]]:
-        """Yield ``weight_scale`` ``[N]``, or ``[N, 1]`` as compressed-tensors writes it."""
-        scale = self.weight_scale[local]
-        yield "weight_scale", Slot(scale, (full,), (read,), convert=lambda s: s.reshape(-1), wrong=wrong_scale)
+        """Yield ``weight_scale`` ``[N]`` or ``[N, 1]``."""
+        yield "weight_scale", scale_slot(self.weight_scale[local], full, read)
 
     @classmethod
     def from_linear(cls, source: nn.Linear, *, backend: str = "auto") -> Int8Linear:

@@ -20,7 +20,7 @@ import torch
 
 from fastlayers.errors import ArgumentError, CheckpointError
 from fastlayers.quant.packed_codes import UNIT, pack_nibbles, unpack_words
-from fastlayers.weights import Slot, wrong_scale
+from fastlayers.weights import Slot, scale_slot, wrong_scale
 
 if TYPE_CHECKING:
     from fastlayers.linear.weight_only.layer import WeightOnlyLinear
@@ -60,7 +60,7 @@ def layout_slots(
         yield "weight", Slot(layer.weight[local], (full, layer.in_features), (read, layer.row_slice))
         scale = layer.weight_scale[0, local]
         if layer.layout == "plain":
-            yield "weight_scale", Slot(scale, (full,), (read,), lambda part: part.reshape(-1), wrong=wrong_scale)
+            yield "weight_scale", scale_slot(scale, full, read)
         else:
             count = scale.shape[0]
             yield "weight_scale", Slot(scale, (), (), lambda part: part.reshape(1).expand(count), wrong=wrong_scale)
