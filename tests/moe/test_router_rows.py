@@ -68,6 +68,27 @@ def test_several_tokens_a_program_are_routed_as_one(
     assert (padded_ids[-6:] == -1).all() and not padded[-6:].any()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cfg", CONFIGS, ids=lambda cfg: f"{cfg.num_experts}-{cfg.scoring}")
+def test_bits_are_those_of_one_token_a_program_gpu(
+    cfg: RouterConfig, dtype: torch.dtype, few_tokens: pytest.MonkeyPatch
+) -> None:
+    _same_bits("cuda", cfg, dtype, few_tokens)
+
+
+def _same_bits(device: str, cfg: RouterConfig, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = drawn(cfg.num_experts, dtype).to(device)
+    for logits in (wide, wide.contiguous()):
+        found = []
+        for few in (0, TOKENS):
+            monkeypatch.setattr(router_triton, "FEW_TOKENS", few)
+            router_triton._launch.cache_clear()
+            found.append(router_triton.TritonRouter(cfg)(logits, None, None))
+        (weights, ids), (alone, ids_alone) = found
+        assert torch.equal(ids, ids_alone) and torch.equal(weights, alone)
+
+
 def _halves(values: np.ndarray) -> np.ndarray:
     """Sum of the last axis as a warp's lanes sum: those half the width apart first."""
     width = 1 << (values.shape[-1] - 1).bit_length()
