@@ -293,6 +293,15 @@ def test_a_full_queue_and_a_deadline_that_passed() -> None:
     assert error_of(late, 408, "request_timeout")["type"] == "timeout"
 
 
+def test_more_choices_than_may_wait_are_no_full_queue() -> None:
+    engine = ScriptedEngine(tick_seconds=0.0, max_running=2, max_queued_requests=3)
+    with serving(engine=engine) as server:
+        ask = {"model": "tiny", "prompt": "a", "max_tokens": 1}
+        refused = server.post("/v1/completions", ask | {"n": 4})
+        assert "accepted: 3 in all (--max-queued-requests)" in error_of(refused, 400, "invalid_value")["message"]
+        assert server.post("/v1/completions", ask | {"n": 3}).status_code == 200
+
+
 def test_an_error_after_the_first_byte_ends_the_stream_without_a_reason() -> None:
     engine = Refusing(tick_seconds=0.0)
     engine.code, engine.after = "engine_restarting", 1
