@@ -166,7 +166,7 @@ def split_kernel(
 @triton.jit
 def _normed(x, inverse, weight):
     rounded = cast(x.to(tl.float32) * inverse[:, None], x.dtype).to(tl.float32)
-    return cast(rounded * weight.to(tl.float32)[None, :], x.dtype)
+    return cast(rounded * weight.to(tl.float32), x.dtype)
 
 
 @triton.jit
@@ -175,13 +175,17 @@ def _turn(
     axis_stride, f, weight_ptr, eps,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # Positions are the step's plan, angles and weights are constants: no kernel in front writes them.
+    # Positions are the step's plan, angles and weights are constants: no kernel in front writes them. Each thread reads
+    # those of its own values: nothing passes through shared memory behind the wait.
+    ROWS: tl.constexpr = head.shape[0]
     c, s = angles(
-        cos_ptr, sin_ptr, positions_ptr, token, max_position, axis_stride, HALF, BLOCK_HALF, 0, 0, 0, False
+        cos_ptr, sin_ptr, positions_ptr, token, max_position, axis_stride, HALF, BLOCK_HALF, 0, 0, 0, False, ROWS
     )  # fmt: skip
     if NORM:
-        weight_a = tl.load(weight_ptr + f, mask=f < HALF, other=0.0)
-        weight_b = tl.load(weight_ptr + HALF + f, mask=f < HALF, other=0.0)
+        place = tl.broadcast_to(f[None, :], (ROWS, BLOCK_HALF))
+        known = place < HALF
+        weight_a = tl.load(weight_ptr + place, mask=known, other=0.0)
+        weight_b = tl.load(weight_ptr + HALF + place, mask=known, other=0.0)
     rows, targets = source + head[:, None] * source_head, target + head[:, None] * target_head
     inside = (head < heads)[:, None] & (f < HALF)[None, :]
     dtype: tl.constexpr = source.dtype.element_ty
@@ -194,8 +198,8 @@ def _turn(
         inverse = tl.rsqrt(tl.sum(wide_a * wide_a + wide_b * wide_b, axis=1) / HEAD_DIM + eps)
         a, b = _normed(a, inverse, weight_a), _normed(b, inverse, weight_b)
     wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
-    first = cast(wide_a * c[None, :] - wide_b * s[None, :], dtype)
-    second = cast(wide_b * c[None, :] + wide_a * s[None, :], dtype)
+    first = cast(wide_a * c - wide_b * s, dtype)
+    second = cast(wide_b * c + wide_a * s, dtype)
     tl.store(targets + f[None, :], to_cache(first, target.dtype.element_ty), mask=inside)
     tl.store(targets + HALF + f[None, :], to_cache(second, target.dtype.element_ty), mask=inside)
 
@@ -257,19 +261,20 @@ def _ask(pointers, wanted):
 @kernel
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, sinks_ptr, o_ptr, lse_ptr, part_ptr, part_lse_ptr, counters_ptr, table_ptr, lens_ptr,
-    starts_ptr, q_token, q_head, table_row, splits, wanted, scale, softcap,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
+    starts_ptr, cu_ptr, q_token, q_head, table_row, splits, wanted, scale, softcap,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, EACH: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ONE_PAGE: tl.constexpr,
     MIN_BLOCKS: tl.constexpr, MAX_BLOCKS: tl.constexpr, SPLIT: tl.constexpr, FUSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """As the library's; keys and values of a program's first block are asked into L2 before the wait."""
+    tl.static_assert(EACH == 1)
     kv_head, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
     split = tl.num_programs(2) - 1 - tl.program_id(2)
     length, start = tl.load(lens_ptr + request), tl.load(starts_ptr + request)
     _, low, each, parts = _share(
-        length, start, splits, wanted, WINDOW, BLOCK_N, MIN_BLOCKS, MAX_BLOCKS, ONE_PAGE
+        length, start, 1, splits, wanted, WINDOW, BLOCK_N, MIN_BLOCKS, MAX_BLOCKS, ONE_PAGE
     )  # fmt: skip
     if SPLIT:
         low += split * each * BLOCK_N
@@ -285,7 +290,7 @@ def decode_kernel(
     _ask(v_ptr + offset, known)
     _attend(
         q_ptr, k_ptr, v_ptr, sinks_ptr, o_ptr, lse_ptr, part_ptr, part_lse_ptr, counters_ptr, table_ptr, lens_ptr,
-        starts_ptr, q_token, q_head, table_row, splits, wanted, scale, softcap,
-        HEADS, KV_HEADS, HEAD_DIM, PAGE, WINDOW, SOFTCAP, SINKS, ONE_PAGE, MIN_BLOCKS, MAX_BLOCKS, SPLIT, FUSED,
+        starts_ptr, cu_ptr, q_token, q_head, table_row, splits, wanted, scale, softcap,
+        HEADS, KV_HEADS, HEAD_DIM, EACH, PAGE, WINDOW, SOFTCAP, SINKS, ONE_PAGE, MIN_BLOCKS, MAX_BLOCKS, SPLIT, FUSED,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_G, BLOCK_S, PDL,
     )  # fmt: skip

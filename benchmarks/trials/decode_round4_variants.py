@@ -68,10 +68,21 @@ class With:
 Swap = Callable[[Any], AbstractContextManager[Any]]
 
 
-def swap(module: Any, name: str, value: Any, **constants: Any) -> Swap:
+@dataclass(frozen=True)
+class Put:
+    """An exchange of a module's attribute."""
+
+    module: Any
+    name: str
+    value: Any
+
+    def __call__(self, steps: Any) -> AbstractContextManager[Any]:
+        return mock.patch.object(self.module, self.name, self.value)
+
+
+def swap(module: Any, name: str, value: Any, **constants: Any) -> Put:
     """Return an exchange of a module's attribute; of a kernel with further constants."""
-    put = With(value, constants) if isinstance(value, Kernel) else value
-    return lambda steps: mock.patch.object(module, name, put)
+    return Put(module, name, With(value, constants) if isinstance(value, Kernel) else value)
 
 
 def use(path: str, **config: int) -> Swap:

@@ -79,6 +79,23 @@ def test_every_variant_runs(trial: Any, model: str) -> None:
         assert row["apart"] == 0.0 if variant.equal else row["probe_apart"] <= trial.TOLERANCE, row
 
 
+def test_a_kernel_takes_what_the_library_gives_the_one_in_its_place(trial: Any) -> None:
+    puts = [
+        put for variant in trial.VARIANTS for put in variant.swaps if hasattr(getattr(put, "value", None), "kernel")
+    ]
+    assert len({put.value.kernel.__name__ for put in puts}) == 8
+    for put in puts:
+        own, usual = put.value.kernel, getattr(put.module, put.name)
+        more = put.value.constants.keys() - set(usual.arg_names)
+        assert [name for name in own.arg_names if name not in more] == usual.arg_names, own.__name__
+        assert own.unspecialized == usual.unspecialized and put.value.constants.keys() <= set(own.arg_names)
+    dense = trial.exchanges.dense
+    split = [
+        name for name in trial.exchanges.kernels.split_kernel.arg_names if name not in ("parts_ptr", "counters_ptr")
+    ]
+    assert split == dense._linear_kernel.arg_names
+
+
 def test_the_note_predicts_each_variant(trial: Any) -> None:
     text = NOTE.read_text().partition("## Fourth round: predictions")[2]
     names = [variant.name for variant in trial.VARIANTS]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fastlayers import env
-from fastlayers.attention.gqa import triton_decode
+from fastlayers.attention.gqa.launch_config import blocks_of, one_page
 from fastlayers.attention.rotary_kv_write.triton import _blocks
 from fastlayers.testing.compile_check import KernelBuild, compile_for, compiled_for
 
@@ -93,12 +93,12 @@ def _attention(add: Any) -> None:
         size, stages, warps, splits = (128, 2, 8, 1) if window else (64, 4, 4, 16)
         shared = {
             "HEADS": heads, "KV_HEADS": keys, "HEAD_DIM": dim, "WINDOW": window, "SINKS": dim == 64, "PAGE": 64,
-            "ONE_PAGE": triton_decode.one_page(64, size, window), "MIN_BLOCKS": 1, "MAX_BLOCKS": 2048 // size,
+            "ONE_PAGE": one_page(64, size, window), "MIN_BLOCKS": 1, "MAX_BLOCKS": 2048 // size,
             "BLOCK_N": size, "SOFTCAP": False, "SPLIT": splits > 1, "FUSED": splits <= 4,
-            **triton_decode._blocks(heads // keys, dim, splits), "num_warps": warps, "num_stages": stages,
+            "EACH": 1, **blocks_of(heads // keys, 1, dim, splits), "num_warps": warps, "num_stages": stages,
         }  # fmt: skip
         numbers = (heads * dim, dim, 16, splits, splits, 0.088, 0.0)
-        add("128", kernels.decode_kernel, "bbbfbfffiiii", *numbers, **shared)
+        add("128", kernels.decode_kernel, "bbbfbfffiiiii", *numbers, **shared)
 
 
 def builds() -> list[tuple[int, KernelBuild]]:
