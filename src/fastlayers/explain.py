@@ -174,7 +174,10 @@ class Explanations(tuple[Explanation, ...]):
     def __str__(self) -> str:
         rows = zip(self, self.losers(), strict=True)
         modules = ["\n".join([each.head, *(f"    not {line}" for line in lines)]) for each, lines in rows]
-        return "\n".join([*modules, *self.ranks, *self.steps])
+        lines = [*modules, *self.ranks, *self.steps]
+        return (
+            "\n".join(lines) or "no layer of fastlayers in this module (fl.patch puts some under a Hugging Face model)"
+        )
 
     __repr__ = __str__
 

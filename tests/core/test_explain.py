@@ -123,3 +123,8 @@ def test_the_readmes_example_shows_what_lost_on_a_cpu() -> None:
     (found,) = fl.explain(experts)
     ranked = {backend.name for backend in registry("fused_moe").ranked}
     assert {found.chosen} | found.refused.keys() | found.slower.keys() == ranked and "deep_gemm" in found.refused
+
+
+def test_a_module_without_our_layers_is_said_to_be_one() -> None:
+    found = fl.explain(nn.Sequential(nn.Linear(2, 2)))
+    assert len(found) == 0 and "no layer of fastlayers in this module" in str(found)
