@@ -317,10 +317,11 @@ def test_a_server_of_two_groups_and_a_lost_rank() -> None:
     assert ranks.end_of(9).code == "invalid_prompt"
     single.engine.shutdown()
     assert freezes(ranks)
-    ranks.submit(10, 200)
+    workers = _children(ranks.engine.pid)
+    ranks.submit(10, 240)
     while len(ranks.ids.get(10, ())) < 3:
         ranks.until(p.StepOut)
-    os.kill(_children(ranks.engine.pid)[1], signal.SIGKILL)
+    os.kill(workers[1], signal.SIGKILL)
     assert ranks.end_of(10).code == "engine_restarting"
     died = ranks.until(p.Died)
     assert died.restarting and noticed(died), died

@@ -84,7 +84,7 @@ def test_killed_while_it_streams_and_started_again() -> None:
     assert front.until(p.EngineInfo).epoch == 2
     front.submit(3, 4)
     assert front.end_of(3).finish == "length" and front.ids[3] == front.ids[1]
-    front.submit(4, 200)
+    front.submit(4, 3000)
     pid = front.engine.pid
     front.engine.shutdown()
     assert front.end_of(4).code == "draining" and front.engine.phase == "dead"

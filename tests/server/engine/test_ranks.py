@@ -267,11 +267,11 @@ def test_tokens_of_two_ranks_and_a_lost_one() -> None:
     assert ranks.until(p.EngineInfo).epoch == 1
     assert asked(ranks) == wanted
     assert freezes(ranks)
-    ranks.submit(10, 200)
-    while len(ranks.ids.get(10, ())) < 3:
-        ranks.until(p.StepOut)
     workers = _children(ranks.engine.pid)
     assert len(workers) == 2
+    ranks.submit(10, 240)
+    while len(ranks.ids.get(10, ())) < 3:
+        ranks.until(p.StepOut)
     os.kill(workers[1], signal.SIGKILL)
     assert ranks.end_of(10).code == "engine_restarting"
     died = ranks.until(p.Died)

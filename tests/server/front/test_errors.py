@@ -274,9 +274,9 @@ def test_errors_of_the_engine(code: str, status: int, kind: str, stream: bool) -
 
 
 def test_a_full_queue_and_a_deadline_that_passed() -> None:
-    engine = ScriptedEngine(tick_seconds=0.03, max_running=1, max_queued_requests=1)
+    engine = ScriptedEngine(tick_seconds=0.05, max_running=1, max_queued_requests=1)
     ask = {"model": "tiny", "prompt": [5, 6], "max_tokens": 120, "ignore_eos": True}
-    with serving(engine=engine, request_timeout=1.0) as server:
+    with serving(engine=engine, request_timeout=1.5) as server:
 
         async def three() -> list[Any]:
             async with server.client() as client:
@@ -355,13 +355,22 @@ def test_lenient_fields_are_counted_and_not_labelled_by_clients() -> None:
 
 
 def test_a_request_id_is_unique_among_live_requests() -> None:
-    with serving(tick_seconds=0.01) as server:
-        import asyncio
+    refused = threading.Event()
+
+    def script(prompt: Any, seed: int, position: int) -> int:
+        """Go on behind the first token when one of them has been answered."""
+        assert position == 0 or refused.wait(60)
+        return 5
+
+    with serving(script) as server:
 
         async def both() -> list[int]:
-            body = {"model": "tiny", "prompt": "a", "max_tokens": 50, "request_id": "mine", "ignore_eos": True}
+            body = {"model": "tiny", "prompt": "a", "max_tokens": 5, "request_id": "mine", "ignore_eos": True}
             async with server.client() as client:
-                answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(2)))
+                asked = [asyncio.ensure_future(client.post("/v1/completions", json=body)) for _ in range(2)]
+                await asyncio.wait(asked, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+                refused.set()
+                answers = await asyncio.gather(*asked)
                 again = await client.post("/v1/completions", json=body)
             return [*sorted(a.status_code for a in answers), again.status_code]
 

@@ -237,7 +237,7 @@ def test_an_engine_that_does_not_answer_is_not_waited_for_long(monkeypatch: pyte
 
 
 def test_admin_controls() -> None:
-    with serving(open_admin=True, tick_seconds=0.002) as server:
+    with serving(open_admin=True, tick_seconds=0.01) as server:
         frozen = server.request("POST", "/freeze_gc").json()
         assert frozen["front"]["frozen"] > 0 and len(frozen["front"]["before"]) == 3 and frozen["engine"]["frozen"] > 0
         server.post("/v1/completions", ASK | {"prompt": [5] * 64})
