@@ -51,7 +51,7 @@ class Browser:
         self._number += 1
         await self._socket.send_json({"id": self._number, "method": method, "params": params})
         while True:
-            message = await self._socket.receive_json(timeout=20)
+            message = await self._socket.receive_json(timeout=120)
             if message.get("method") == "Runtime.exceptionThrown":
                 self.complaints.append(json.dumps(message["params"]))
             if message.get("id") == self._number:
