@@ -26,7 +26,7 @@ from fastlayers_server.variants import E4M3, VARIANTS, FastlayersRunner
 
 sys.path.insert(0, str(Path(__file__).parent))
 from checkpoint_tools import edited
-from family_tools import STEPS, greedy, ours, teacher_forced
+from family_tools import greedy, ours, teacher_forced
 from tiny_models import relative_rms
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -51,6 +51,7 @@ def why_absent() -> str:
 pytestmark = [pytest.mark.realmodel, pytest.mark.skipif(bool(why_absent()), reason=why_absent() or "weights are here")]
 
 LAYERS = 30
+STEPS = 64
 LOGITS = 1e-4
 PERPLEXITY = 1e-3
 PROSE = "The capital of France is"
@@ -143,7 +144,7 @@ def stock() -> Stock:
         [{"role": "user", "content": QUESTION}], tokenize=False, add_generation_prompt=True
     )
     prompts = [tokenizer(text).input_ids for text in (PROSE, CODE, chat)]
-    continuations = [greedy(model, row) for row in prompts]
+    continuations = [greedy(model, row, STEPS) for row in prompts]
     logits = [logits_of(model, row + new) for row, new in zip(prompts, continuations, strict=True)]
     paragraph = tokenizer(PARAGRAPH).input_ids
     value = perplexity(logits_of(model, paragraph), paragraph)
@@ -205,7 +206,7 @@ def test_every_layer_is_patched_and_logits_equal_stock(stock: Stock, patched: An
 
 
 def test_patched_greedy_tokens_equal_stock(stock: Stock, patched: Any) -> None:
-    assert [greedy(stock.model, row) for row in stock.prompts] == stock.continuations
+    assert [greedy(stock.model, row, STEPS) for row in stock.prompts] == stock.continuations
 
 
 def test_patched_perplexity_equals_stock(stock: Stock, patched: Any) -> None:
