@@ -301,7 +301,7 @@ def test_a_group_whose_prompts_are_spread_over_ranks(alone: dict[int, list[int]]
     assert len(pads) == others > 3 and (captured or max(pads) == 1)  # a token is missing where a prompt's are odd
 
 
-def test_a_server_of_two_groups_and_a_lost_rank() -> None:
+def test_a_server_of_two_groups() -> None:
     ranks = Front("tiny", command=None, attn_dp_size=2, ep=2, no_freeze_gc=True, **SETTINGS)
     single = Front("tiny", in_process=True, **SETTINGS)
     single.until(p.EngineInfo)
@@ -317,6 +317,14 @@ def test_a_server_of_two_groups_and_a_lost_rank() -> None:
     assert ranks.end_of(9).code == "invalid_prompt"
     single.engine.shutdown()
     assert freezes(ranks)
+    ranks.engine.shutdown()
+
+
+@pytest.mark.slow
+def test_a_lost_rank_of_two_groups() -> None:
+    """As of one group (``test_ranks.py``); in what the others wait for it, ``tests/comm/test_lost_ranks.py`` tries."""
+    ranks = Front("tiny", command=None, attn_dp_size=2, ep=2, **SETTINGS)
+    ranks.until(p.EngineInfo)
     workers = _children(ranks.engine.pid)
     ranks.submit(10, 240)
     while len(ranks.ids.get(10, ())) < 3:
