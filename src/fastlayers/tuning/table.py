@@ -145,7 +145,8 @@ def read(path: Path, layer: str, device: Device, known: Collection[str] | None =
     table = _read(path, layer, device.name, changed)
     rows = [row for rungs in (table["ladder"], *table.get("alternatives", [])) for row in rungs]
     if known is not None and (unknown := [row["backend"] for row in rows if row["backend"] not in known]):
-        raise TunedTableError(f"tuned table {path}: backend {unknown[0]!r} is unknown; known: {', '.join(known)}")
+        given = f"tuned table {path}: backend {unknown[0]!r} is unknown; known: {', '.join(known)}"
+        raise TunedTableError(f"{given}. If the backend was removed, or its plug-in, remove the file and tune again")
     return table
 
 
