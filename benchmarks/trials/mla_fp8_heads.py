@@ -75,7 +75,7 @@ def _places(cache_ptr, page, key, page_stride, row_stride, word, PAGE: gl.conste
 @gluon.jit
 def _convert(
     cache_ptr, table, low, high, page_stride, row_stride, latents, ropes, full, empty, PAGE: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     """Bring codes from memory, a tile in registers while the one before is converted, piece by piece of 64 columns."""
     by: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
@@ -105,11 +105,16 @@ def _convert(
                 latent.slice(s * 64, 64, dim=1).store(values)
             else:
                 rope.store(values)
-            coming = coming + (gl.load(places + s * 16, mask=inside, other=0),)
-        raw = coming
+            if not LATE:
+                coming = coming + (gl.load(places + s * 16, mask=inside, other=0),)
         hopper.fence_async_shared()
         gl.thread_barrier()
         mbarrier.arrive(full.index(here), count=1)
+        if LATE:
+            # The fence may wait for loads as well: behind it they hold nobody up, and have less time.
+            for s in gl.static_range(9):
+                coming = coming + (gl.load(places + s * 16, mask=inside, other=0),)
+        raw = coming
 
 
 @gluon.jit
@@ -247,7 +252,8 @@ def _value(
 def heads_kernel(
     q_ptr, cache_ptr, table_ptr, plan_ptr, o_ptr, lse_ptr, q_stride_t, q_stride_h, page_stride, row_stride,
     table_stride, scale, value_scale, num_rows, HEADS: gl.constexpr, PAGE: gl.constexpr, KEYS: gl.constexpr,
-    STAGES: gl.constexpr, AHEAD: gl.constexpr, SCORE_REGISTERS: gl.constexpr, CONVERT_REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, AHEAD: gl.constexpr, LATE: gl.constexpr,
+    SCORE_REGISTERS: gl.constexpr, CONVERT_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``plan_ptr``: request, first and last cached row, and which part of its request, of each part.
 
@@ -291,17 +297,22 @@ def heads_kernel(
             )),
             (_convert, (
                 cache_ptr, table, low, high, page_stride, row_stride, latents, ropes, full, empty, PAGE, KEYS, STAGES,
+                LATE,
             )),
         ],
         [4, 4], [SCORE_REGISTERS, CONVERT_REGISTERS],
     )  # fmt: skip
 
 
-# Rows a tile, tiles in the ring, whether products run a tile ahead; registers a thread that scores or converts has.
-VARIANTS: dict[str, dict[str, int]] = {
-    "64x2": {"KEYS": 64, "STAGES": 2, "AHEAD": 0, "SCORE_REGISTERS": 72, "CONVERT_REGISTERS": 112},
-    "32x4": {"KEYS": 32, "STAGES": 4, "AHEAD": 0, "SCORE_REGISTERS": 80, "CONVERT_REGISTERS": 88},
-    "32x4 ahead": {"KEYS": 32, "STAGES": 4, "AHEAD": 1, "SCORE_REGISTERS": 96, "CONVERT_REGISTERS": 72},
+# Rows a tile, tiles in the ring, whether products run a tile ahead, whether the next codes are asked for behind the
+# hand-over; registers a thread that scores or converts has.
+NAMES = ("KEYS", "STAGES", "AHEAD", "LATE", "SCORE_REGISTERS", "CONVERT_REGISTERS")
+VARIANTS = {
+    name: dict(zip(NAMES, values, strict=True))
+    for name, values in {
+        "64x2": (64, 2, 0, 0, 72, 112), "64x2 late": (64, 2, 0, 1, 72, 112), "32x4": (32, 4, 0, 0, 80, 88),
+        "32x4 ahead": (32, 4, 1, 0, 96, 72),
+    }.items()
 }  # fmt: skip
 VALUE_WARPS = 8
 PLACES = 132

@@ -30,7 +30,7 @@ KINDS = ("*bf16", "*i32", "*i32", "*i32", "*fp32", "*fp32", *("i32",) * 5, "fp32
 @pytest.mark.compile
 @pytest.mark.skipif(env.triton_interpret(), reason="Triton interprets, not compiles")
 @pytest.mark.parametrize("out", ["*fp32", "*bf16"])
-@pytest.mark.parametrize("variant", ["64x2", "32x4", "32x4 ahead"])
+@pytest.mark.parametrize("variant", ["64x2", "64x2 late", "32x4", "32x4 ahead"])
 def test_kernels_of_the_trial_compile_without_spills(trial: Any, variant: str, out: str) -> None:
     sizes = trial.VARIANTS[variant]
     signature = dict(zip(NAMES, KINDS, strict=True)) | {"o_ptr": out}
