@@ -293,16 +293,3 @@ def test_fields_of_a_step_are_whole_and_aligned(counts: tuple[int, ...]) -> None
         here[:] = number
     mirrored.send()
     assert [there.tolist() for there, _ in mirrored.fields] == [[n] * count for n, count in enumerate(counts)]
-
-
-@pytest.mark.parametrize("page_table", [[[1], [1]], [[2, 1], [3, 1]]])
-def test_two_requests_do_not_write_one_page(page_table: list[list[int]]) -> None:
-    attention = fl.Attention(8, 2, 1, 4, rotary=fl.RotaryEmbedding(4, max_position=16), page_size=4)
-    cache = fl.kv_cache_spec(attention, page_size=4).allocate(num_pages=5)[0]
-    prefix = 4 * (len(page_table[0]) - 1)
-    meta = fl.AttentionState(2, 8, 2, 4).plan(fl.AttentionBatch((3, 2), (prefix, prefix), page_table))
-    with pytest.raises(ArgumentError, match="page_table is page 1 for new tokens of two requests"):
-        attention(torch.zeros(5, 8), meta, cache)
-    shared = [[1, 2], [1, 3]]  # a prefix that both read, and pages of their own
-    meta = fl.AttentionState(2, 8, 2, 4).plan(fl.AttentionBatch((3, 2), (4, 4), shared))
-    assert attention(torch.zeros(5, 8), meta, cache).shape == (5, 8)
