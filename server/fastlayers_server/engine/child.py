@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import zmq
@@ -58,14 +58,15 @@ class Child:
     def __init__(self, address: str, epoch: int, parent: int = 0, context: zmq.Context[Any] | None = None) -> None:
         self.epoch, self.phase, self._parent, self._folder = epoch, "starting", parent, address.removeprefix("ipc://")
         self.engine: Engine | None = None
-        context = context or zmq.Context()
+        self._context = context = context or zmq.Context()
         self._in, self._out = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         self._out.set_hwm(OUTBOX)
         self._out.setsockopt(zmq.SNDTIMEO, int(FRONT_SECONDS * 1000))
         self._in.connect(f"{address}/to-{epoch}")
         self._out.connect(f"{address}/from-{epoch}")
         self._sending = threading.Lock()
-        threading.Thread(target=self._io, name="engine-io", daemon=True).start()
+        self._talking = threading.Thread(target=self._io, name="engine-io", daemon=True)
+        self._talking.start()
 
     def deliver(self, message: FromEngine) -> None:
         """Send a message; a front that does not take it ends this process."""
@@ -100,6 +101,12 @@ class Child:
             self.phase = "dead"
             self._out.close(linger=2000)
         return code
+
+    def leave(self) -> None:
+        """Wait until what was sent has gone out, or nobody takes it; behind :meth:`run`, in a process of its own."""
+        self._talking.join(5.0)
+        if not self._talking.is_alive():  # its socket is closed
+            self._context.term()
 
     def _tell(self, phase: str) -> None:
         self.phase = phase
@@ -169,7 +176,18 @@ def main(make: Callable[[EngineConfig, Phase, int], Engine], config: EngineConfi
             return 1
         config = msgspec.json.decode(given, type=EngineConfig)
     logs.configure(config.log_level)
-    return Child(f"ipc://{folder}", int(epoch), int(parent)).run(partial(make, config))
+    child = Child(f"ipc://{folder}", int(epoch), int(parent))
+    code = child.run(partial(make, config))
+    child.leave()
+    return code
+
+
+def end(code: int) -> NoReturn:
+    """End this process as it stands: a thread inside a library (a grammar's tokenizer, say) would abort it."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def build(config: EngineConfig, phase: Phase, epoch: int) -> Engine:
@@ -180,4 +198,4 @@ def build(config: EngineConfig, phase: Phase, epoch: int) -> Engine:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(build))
+    end(main(build))

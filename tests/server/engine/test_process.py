@@ -103,7 +103,7 @@ def test_killed_while_it_streams_and_started_again() -> None:
 
 def test_a_hung_step_is_killed(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # What is asked where it hangs has longer for its answer than a machine needs that is not busy.
-    patient = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: time.sleep(max(seconds, 1.5)))
+    patient = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: time.sleep(max(seconds, 3.0)))
     monkeypatch.setattr(client, "time", patient)
     front = Front("hangs", watchdog_timeout=1.0)
     front.until(p.EngineInfo)
@@ -119,6 +119,19 @@ def test_a_hung_step_is_killed(capfd: pytest.CaptureFixture[str], monkeypatch: p
     front.submit(2, 4)
     assert front.end_of(2).finish == "length"
     front.engine.shutdown()
+
+
+def test_a_process_ends_while_a_thread_of_a_library_runs() -> None:
+    front = Front("reads")
+    front.until(p.EngineInfo)
+    process = front.engine._child
+    front.submit(1, 4)
+    assert front.end_of(1).finish == "length"
+    front.submit(2, 4000)
+    front.until(p.StepOut)
+    front.engine.shutdown()
+    assert process.returncode == 0, "killed for not ending"
+    assert front.end_of(2).code == "draining", "what was sent last goes out"
 
 
 def test_a_process_that_stands_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
