@@ -82,11 +82,16 @@ def of_each_kind(layer: Any, state: Any, max_tokens: int, max_batch: int, positi
         Of the rotary embedding.
     """
     seen: set[Hashable] = set()
-    reach, most = min(state.capacity, positions), min(max_batch, state.max_batch)
+    most, reach = most_of(state, max_batch, positions)
     for step in chain(_decodes(layer, state, reach, most), _extends(layer, state, reach, most, max_tokens)):
         if (kind := kind_of(layer, step)) not in seen:
             seen.add(kind)
             yield step
+
+
+def most_of(state: Any, max_batch: int, positions: int) -> tuple[int, int]:
+    """Return the most requests of a step, and the most tokens of one."""
+    return min(max_batch, state.max_batch), min(state.capacity, positions)
 
 
 def kind_of(layer: Any, step: Step) -> Hashable:

@@ -29,7 +29,7 @@ from fastlayers.attention.examples import long_prefix_example
 from fastlayers.layer import Layer
 from fastlayers.registry import Backend, Choice
 from fastlayers.runtime import builds
-from fastlayers.runtime.attention_steps import Step, arguments, of_each_kind
+from fastlayers.runtime.attention_steps import Step, arguments, most_of, of_each_kind
 from fastlayers.runtime.package_builds import PackageBuilds
 from fastlayers.runtime.streams import side_stream
 from fastlayers.tuning.probe import choices_of
@@ -123,7 +123,7 @@ def jobs_of(
         yield Job(f"{label} {count}", count, packages_at(choices, count), lambda n=count: calls(n))  # type: ignore[misc]
     if not attention:
         return
-    requests, reach = (max_batch, positions) if state is None else _most_of(state, max_batch, positions)
+    requests, reach = (max_batch, positions) if state is None else most_of(state, max_batch, positions)
     if path := core.long_prefix(requests * reach):
         size = core.cfg.page_size
         for count in cover(min(max_tokens, reach - size), edges, named):
@@ -143,11 +143,6 @@ def jobs_of(
         call = partial(_call, layer, _extend, bucket, state)
         words = f"{label} {bucket.tokens} of {bucket.requests} requests"
         yield Job(words, bucket.tokens, packages_at(choices, bucket.tokens), call)
-
-
-def _most_of(state: Any, max_batch: int, positions: int) -> tuple[int, int]:
-    """Return the requests of a step, and the tokens of each."""
-    return min(max_batch, state.max_batch), min(state.capacity, positions)
 
 
 def _named(backend: Backend, cfg: Any, most: int) -> Iterable[int]:

@@ -92,6 +92,7 @@ def one_page(page_size: int, block_n: int, window: int) -> bool:
 
 @lru_cache
 def blocks_of(group: int, each: int, head_dim: int, splits: int) -> dict[str, int]:
+    """Return the sizes of a program's tiles: rows of queries, those added up, a head's values, parts added at once."""
     power = next_power_of_2
     rows = power(group * each)
     return {
