@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
+from fastlayers.runtime import launch
 from fastlayers.runtime.launch import Kernel
 
 
@@ -14,27 +14,17 @@ class Kinds:
     """What Triton would compile for the launches so far: constants, dtypes, and of addresses and numbers what it
     specialises on."""
 
-    # Of whoever made a launch, as backends keep what was prepared.
-    all_seen: ClassVar[set[Any]] = set()
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seen = Kinds.all_seen
-        self.seen.clear()
+        self.seen: set[Any] = set()
+        # Where each launch passes, whenever it was prepared: backends keep what they prepared for other tests, which
+        # would compute here, for minutes, and what they prepared here would compute nothing there.
+        note = self.note
+        monkeypatch.setattr(Kernel, "_through_triton", lambda kernel, *given: note(kernel, *given))
+        monkeypatch.setattr(launch, "_LISTENERS", (["this"], []))
 
-        def bind(kernel: Kernel, **constants: Any) -> Callable[..., None]:
-            count = kernel._tensors
-            return lambda grid, *given: self.note(kernel, given[:count], given[count:], constants)
-
-        def at(
-            kernel: Kernel, grid: Any, *numbers: Any, parts: Any = None, **constants: Any
-        ) -> Callable[..., None]:  # fmt: skip
-            return lambda *given: self.note(kernel, given, numbers, constants)
-
-        monkeypatch.setattr(Kernel, "bind", bind)
-        monkeypatch.setattr(Kernel, "at", at)
-
-    def note(self, kernel: Kernel, tensors: Any, numbers: Any, constants: dict[str, Any]) -> None:
-        names = kernel.arg_names[kernel._tensors :]
+    def note(self, kernel: Kernel, grid: Any, given: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        count = kernel._tensors
+        names, tensors, numbers = kernel.arg_names[count:], given[:count], given[count:]
         classes = tuple(
             (n == 1, n % 16 == 0, n > 0x7FFFFFFF) if isinstance(n, int) else type(n)
             for name, n in zip(names, numbers, strict=False)
