@@ -136,6 +136,8 @@ MUTANTS = {
     "unweighted": ("+ bias) * weight", "+ bias)"),
     "pair of another token": ("pair = token * TOP_K + slot", "pair = slot"),
     "first tile of the second product again": ("held[i].to", "held[0].to"),
+    "a tile late": ("_second_tile(rows, (i + AHEAD)", "_second_tile(rows, i"),
+    "largest of neighbours": ("tl.sum(tl.reshape(product", "tl.max(tl.reshape(product"),
     "no second bias": ("(tl.sum(acc, axis=1) + bias)", "tl.sum(acc, axis=1)"),
 }
 

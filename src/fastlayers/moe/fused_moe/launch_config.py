@@ -111,7 +111,7 @@ def plan_for(tokens: int, cfg: FusedMoEConfig, wide: bool) -> LaunchConfig:
 
 
 # Measured on an H200, see benchmarks/notes/decode_phases.md.
-VECTORS = LaunchConfig(Tile(0, 2, 1024, 4, 2), Tile(0, 2, 256, 4, 3))
+VECTORS = LaunchConfig(Tile(0, 2, 1024, 4, 2), Tile(0, 2, 256, 4, 1))
 
 
 def takes_vectors(cfg: FusedMoEConfig) -> bool:
@@ -186,7 +186,8 @@ def _vector_plans(cfg: FusedMoEConfig) -> list[LaunchConfig]:
     """Few rows a program; its tiles must leave a thread some registers."""
     span = next_power_of_2(cfg.top_k)
     firsts = [Tile(0, *shape) for shape in ((2, 1024, 4, 2), (1, 1024, 4, 2), (2, 512, 2, 4), (1, 2048, 8, 1))]
-    seconds = [Tile(0, *shape) for shape in ((2, 256, 4, 3), (1, 256, 2, 3), (4, 256, 8, 3), (1, 256, 4, 3))]
+    shapes = (2, 256, 4, 1), (2, 256, 4, 3), (1, 256, 2, 3), (4, 256, 8, 3), (1, 256, 4, 3)
+    seconds = [Tile(0, *shape) for shape in shapes]
     seconds = [tile for tile in seconds if tile.n * span * tile.k <= 2048 * tile.warps]
     plans = [LaunchConfig(tile, seconds[0]) for tile in firsts]
     return plans + [LaunchConfig(firsts[0], tile) for tile in seconds[1:]]

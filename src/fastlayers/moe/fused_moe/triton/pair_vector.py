@@ -5,7 +5,7 @@
 
 A program of the second product holds BLOCK_N outputs of all pairs of its token, so that nothing is added up later; it
 asks for its first weights while the first product ends. Tiles are rows of weights × BLOCK_K columns, AHEAD of them in
-registers.
+registers. Weights are read once a step: L2 gives them up first, and keeps keys, router and norms for the next.
 """
 
 from __future__ import annotations
@@ -24,13 +24,23 @@ from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.runtime.launch import kernel
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
+# What a thread reads at a time, 16 bytes: it adds these products of the second one before it keeps their sum, for which
+# it then needs an eighth of the registers.
+FOLD = tl.constexpr(8)
+
 
 @triton.jit
-def _tile(rows, k, K, EVEN_K: tl.constexpr):
+def _tile(rows, k, K, EVEN_K: tl.constexpr, EVICT: tl.constexpr):
     if EVEN_K:
-        return tl.load(rows + k[None, :])
+        return tl.load(rows + k[None, :], eviction_policy=EVICT)
     else:
-        return tl.load(rows + k[None, :], mask=k[None, :] < K, other=0.0)
+        return tl.load(rows + k[None, :], mask=k[None, :] < K, other=0.0, eviction_policy=EVICT)
+
+
+@triton.jit
+def _second_tile(rows, k, I, here):
+    """Return a tile of the second product's weights: of rows that are some."""
+    return tl.load(rows + k[None, :], mask=here[:, None] & (k < I)[None, :], other=0.0, eviction_policy="evict_first")
 
 
 @kernel
@@ -60,17 +70,17 @@ def vector_in_kernel(
     xs = ()
     for i in tl.static_range(AHEAD):
         k = i * BLOCK_K + depth
-        gates = gates + (_tile(gate_rows, k, K, EVEN_K),)  # type: ignore[assignment]
-        ups = ups + (_tile(up_rows, k, K, EVEN_K),)  # type: ignore[assignment]
-        xs = xs + (_tile(x_row, k, K, EVEN_K),)  # type: ignore[assignment]
+        gates = gates + (_tile(gate_rows, k, K, EVEN_K, "evict_first"),)  # type: ignore[assignment]
+        ups = ups + (_tile(up_rows, k, K, EVEN_K, "evict_first"),)  # type: ignore[assignment]
+        xs = xs + (_tile(x_row, k, K, EVEN_K, ""),)  # type: ignore[assignment]
     gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for i in tl.static_range(BLOCKS):
         if i + AHEAD < BLOCKS:
             k = (i + AHEAD) * BLOCK_K + depth
-            gates = gates + (_tile(gate_rows, k, K, EVEN_K),)  # type: ignore[assignment]
-            ups = ups + (_tile(up_rows, k, K, EVEN_K),)  # type: ignore[assignment]
-            xs = xs + (_tile(x_row, k, K, EVEN_K),)  # type: ignore[assignment]
+            gates = gates + (_tile(gate_rows, k, K, EVEN_K, "evict_first"),)  # type: ignore[assignment]
+            ups = ups + (_tile(up_rows, k, K, EVEN_K, "evict_first"),)  # type: ignore[assignment]
+            xs = xs + (_tile(x_row, k, K, EVEN_K, ""),)  # type: ignore[assignment]
         x = xs[i].to(tl.float32)  # type: ignore[var-annotated]
         gate += x * gates[i].to(tl.float32)
         up += x * ups[i].to(tl.float32)
@@ -101,23 +111,22 @@ def vector_out_kernel(
     rows = w_ptr + out_row[:, None] * I
     held = ()
     for i in tl.static_range(AHEAD):
-        k = i * BLOCK_K + depth
-        held = held + (tl.load(rows + k[None, :], mask=here[:, None] & (k < I)[None, :], other=0.0),)  # type: ignore[assignment]
+        held = held + (_second_tile(rows, i * BLOCK_K + depth, I, here),)  # type: ignore[assignment]
     weight = tl.load(weights_ptr + pair, mask=here, other=0.0)
     bias = tl.zeros([ROWS], tl.float32)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + out_row, mask=here, other=0.0).to(tl.float32)
     await_inputs(PDL)
     release_dependents(PDL)
-    acc = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_K // FOLD], tl.float32)
     for i in tl.static_range(BLOCKS):
         k = i * BLOCK_K + depth
         # The rows of dropped pairs were never written.
         a = tl.load(a_ptr + pair[:, None] * I + k[None, :], mask=here[:, None] & (k < I)[None, :], other=0.0)
         if i + AHEAD < BLOCKS:
-            k = (i + AHEAD) * BLOCK_K + depth
-            held = held + (tl.load(rows + k[None, :], mask=here[:, None] & (k < I)[None, :], other=0.0),)  # type: ignore[assignment]
-        acc += a.to(tl.float32) * held[i].to(tl.float32)
+            held = held + (_second_tile(rows, (i + AHEAD) * BLOCK_K + depth, I, here),)  # type: ignore[assignment]
+        product = a.to(tl.float32) * held[i].to(tl.float32)
+        acc += tl.sum(tl.reshape(product, [ROWS, BLOCK_K // FOLD, FOLD]), axis=2)
     each = (tl.sum(acc, axis=1) + bias) * weight
     total = tl.sum(tl.reshape(each, [BLOCK_N, SPAN]), axis=1) * factor
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
