@@ -45,9 +45,12 @@ def test_threads_hold_their_lanes(build: KernelBuild) -> None:
         used = re.findall(r"tensor<\d+x\d+x128x[^,>]+(?:<[^>]*>)?, (#\w+)>", line)
         assert used and set(used) == {right}, line
     if held:
-        # The only thing that brings codes: before the wait, 16 bytes a thread and step; nothing else of that width is.
+        # The only thing that brings codes: of the steps ahead before the wait, 16 bytes a thread and step; behind it
+        # what is left of them, two loads of that width a step of tokens, and one for its layout alone.
+        asked, ahead = r"ld\.global[.\w:]*v4", build.constexprs["AHEAD"]
         before, _, after = compiled.asm["ptx"].partition("griddepcontrol.wait")
-        assert len(re.findall(r"ld\.global[.\w:]*v4", before)) >= steps and "cp.async" not in before + after
+        assert len(re.findall(asked, before)) == ahead and "cp.async" not in before + after
+        assert len(re.findall(asked, after)) == steps - ahead + 2 * steps + 1
         return
     if rows:
         # Codes of the steps ahead before the wait, scales with them, and of the alignment what a block has.

@@ -139,13 +139,22 @@ def plain() -> torch.Tensor:
 @interpreted
 def test_codes_in_registers_give_the_same_bits() -> None:
     wanted = plain()
-    for held in (1, 2, 3):
-        assert torch.equal(few_tokens(replace(PLAIN, held=held)), wanted), held
+    for held, ahead in ((1, 1), (2, 1), (3, 1), (3, 2), (3, mxfp4_plans.ALL_STEPS)):
+        assert torch.equal(few_tokens(replace(PLAIN, held=held, s1=ahead, s2=ahead)), wanted), (held, ahead)
+
+
+def test_steps_ahead_are_at_most_all() -> None:
+    one, two = (mxfp4_plans.plan_for(tokens, 2880, 2880) for tokens in (1, 2))
+    assert one == replace(two, s1=6, s2=6) and one.held == two.held == 3
+    assert [mxfp4_plans.steps_ahead(2880, 4, plan.s1) for plan in (one, two)] == [6, 12]
+    assert mxfp4_plans.steps_ahead(1440, 4, one.s2) == mxfp4_plans.steps_ahead(1440, 4, two.s2) == 6
+    assert mxfp4_plans.steps_ahead(mxfp4_plans.MAX_HELD, 4, two.s1) == mxfp4_plans.ALL_STEPS
 
 
 MUTANTS = {
     "first step again": ("mxfp4_mma", "held[i], held_scales[i]", "held[0], held_scales[i]"),
     "first scales again": ("mxfp4_mma", "held[i], held_scales[i]", "held[i], held_scales[0]"),
+    "codes a turn late": ("mxfp4_mma", "step + AHEAD * W", "step"),
     "unweighted": ("mxfp4_hopper", "(sums + bias) * weight", "sums + bias"),
     "no bias": ("mxfp4_hopper", "(sums + bias) * weight", "sums * weight"),
     "every token the first": ("mxfp4_hopper", "tl.int32) + pair // PER_TOKEN", "tl.int32)"),
@@ -177,7 +186,7 @@ def test_planted_bug_in_held_kernels_shows(name: str, tmp_path: Path, monkeypatc
         monkeypatch.setattr(mxfp4_hopper, kernel, getattr(made["mxfp4_hopper"], kernel))
     mxfp4_hopper._launches.cache_clear()
     try:
-        assert not torch.equal(few_tokens(replace(PLAIN, held=3)), wanted), f"{name} changes nothing"
+        assert not torch.equal(few_tokens(replace(PLAIN, held=3, s1=1, s2=1)), wanted), f"{name} changes nothing"
     finally:
         mxfp4_hopper._launches.cache_clear()
 

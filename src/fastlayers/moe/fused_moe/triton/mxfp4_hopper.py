@@ -39,7 +39,7 @@ from fastlayers.moe.fused_moe.triton.mxfp4_mma import (
     multiply_held,
     place_of,
 )
-from fastlayers.moe.fused_moe.triton.mxfp4_plans import HopperLaunchConfig, plan_for, plans
+from fastlayers.moe.fused_moe.triton.mxfp4_plans import HopperLaunchConfig, plan_for, plans, steps_ahead
 from fastlayers.moe.fused_moe.triton.mxfp4_rows import (
     fragment_columns,
     gather_kernel,
@@ -134,9 +134,9 @@ def swizzled_down_kernel(
 def held_gate_up_kernel(
     x_ptr, w_ptr, ws_ptr, bias_ptr, out_ptr, ids_ptr, num_experts, alpha, limit,
     PER_TOKEN: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, HAS_BIAS: tl.constexpr,
-    R: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As ``swizzled_gate_up_kernel``; all codes of a program are asked for before the wait.
+    """As ``swizzled_gate_up_kernel``; codes of a warp's first AHEAD steps are asked for before the wait.
 
     Ids were there before the kernel in front, which orders the tokens, began.
     """
@@ -144,7 +144,8 @@ def held_gate_up_kernel(
     pair, expert, here, first = _tiles_of(ids_ptr, num_experts, 2 * INNER, R)
     w_ptr += expert * ((2 * INNER + 63) // 64 * 16 * ((HIDDEN + 127) // 128 * 64))
     ws_ptr += expert * ((2 * INNER + 255) // 256 * 8 * ((HIDDEN + 63) // 64 * 64))
-    held, held_scales = ask(w_ptr, ws_ptr, tl.minimum(first + tl.arange(0, R)[:, None, None], LAST), HIDDEN, W)
+    tiles = tl.minimum(first + tl.arange(0, R)[:, None, None], LAST)
+    words, scales, held, held_scales = ask(w_ptr, ws_ptr, tiles, HIDDEN, W, AHEAD)
     tile = first + tl.arange(0, R)[:, None]
     bias = inner_bias(bias_ptr + expert * 2 * INNER, tile, INNER, HAS_BIAS)
     await_inputs(PDL)
@@ -152,7 +153,7 @@ def held_gate_up_kernel(
     if not here:
         return
     row = tl.zeros([1, 1, 128], tl.int32) + pair // PER_TOKEN
-    both = multiply_held(held, held_scales, x_ptr, row, w_ptr, HIDDEN, R, W)
+    both = multiply_held(words, scales, held, held_scales, x_ptr, row, w_ptr, HIDDEN, R, W, AHEAD)
     _store_inner(both, bias, out_ptr, tile, pair, alpha, limit, INNER, R)
 
 
@@ -160,14 +161,15 @@ def held_gate_up_kernel(
 def held_down_kernel(
     a_ptr, w_ptr, ws_ptr, bias_ptr, weights_ptr, out_ptr, ids_ptr, num_experts,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, HAS_BIAS: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
-    PDL: tl.constexpr,
+    AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As ``swizzled_down_kernel``; all codes of a program are asked for while the first product runs."""
+    """As ``swizzled_down_kernel``; codes of a warp's first AHEAD steps are asked for while the first product runs."""
     LAST: tl.constexpr = (HIDDEN + 15) // 16 - 1
     pair, expert, here, first = _tiles_of(ids_ptr, num_experts, HIDDEN, R)
     w_ptr += expert * ((HIDDEN + 63) // 64 * 16 * ((INNER + 127) // 128 * 64))
     ws_ptr += expert * ((HIDDEN + 255) // 256 * 8 * ((INNER + 63) // 64 * 64))
-    held, held_scales = ask(w_ptr, ws_ptr, tl.minimum(first + tl.arange(0, R)[:, None, None], LAST), INNER, W)
+    tiles = tl.minimum(first + tl.arange(0, R)[:, None, None], LAST)
+    words, scales, held, held_scales = ask(w_ptr, ws_ptr, tiles, INNER, W, AHEAD)
     e = tl.arange(0, 128)[None, :]
     row = (first + tl.arange(0, R)[:, None]) * 16 + e // 2 % 2 * 8 + e // 16
     weight = tl.load(weights_ptr + pair)
@@ -178,9 +180,8 @@ def held_down_kernel(
     release_dependents(PDL)
     if not here:
         return
-    sums = multiply_held(
-        held, held_scales, a_ptr, tl.zeros([1, 1, 128], tl.int32) + pair, w_ptr, INNER, R, W
-    )  # fmt: skip
+    token = tl.zeros([1, 1, 128], tl.int32) + pair
+    sums = multiply_held(words, scales, held, held_scales, a_ptr, token, w_ptr, INNER, R, W, AHEAD)
     tl.store(out_ptr + pair.to(tl.int64) * HIDDEN + row, (sums + bias) * weight, mask=_first(pair) & (row < HIDDEN))
 
 
@@ -254,10 +255,12 @@ def _pairs(
     return (
         size, partial, None,
         order_kernel.at((tokens, cdiv(hidden, width)), x_stride, hidden, parts=((1, ordered),), BLOCK=width, **launch),
-        held_gate_up_kernel.at(grids[0], experts, alpha, limit, parts=into, **first)
+        held_gate_up_kernel.at(
+            grids[0], experts, alpha, limit, parts=into, **first, AHEAD=steps_ahead(hidden, plan.w1, plan.s1)
+        )
         if plan.held & 1
         else swizzled_gate_up_kernel.at(grids[0], experts, alpha, limit, parts=into, **first, STAGES=plan.s1),
-        held_down_kernel.at(grids[1], experts, parts=out, **second)
+        held_down_kernel.at(grids[1], experts, parts=out, **second, AHEAD=steps_ahead(inner, plan.w2, plan.s2))
         if plan.held & 2
         else swizzled_down_kernel.at(grids[1], experts, parts=out, **second, STAGES=plan.s2),
     )  # fmt: skip

@@ -207,8 +207,13 @@ def _step_by_words(word, scale, x0, x1, acc, R: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def ask(w_ptr, s_ptr, tile, LENGTH: tl.constexpr, W: tl.constexpr):
-    """Return all codes and scales of tiles ``[R,1,1]`` over LENGTH columns, a tuple each: all are on their way."""
+def _ask_step(words, scales, step, STEPS: tl.constexpr, W: tl.constexpr):
+    return tl.load(words + step * 32, mask=step < STEPS, other=0), scales_of(scales + step * 64, step < STEPS, W)
+
+
+@triton.jit
+def ask(w_ptr, s_ptr, tile, LENGTH: tl.constexpr, W: tl.constexpr, AHEAD: tl.constexpr):
+    """Return where codes and scales of tiles ``[R,1,1]`` lie, and of a warp's first AHEAD steps a tuple each."""
     STEPS: tl.constexpr = (LENGTH + 63) // 64
     warp = tl.arange(0, W)[None, :, None]
     e = tl.arange(0, 128)[None, None, :]
@@ -216,27 +221,33 @@ def ask(w_ptr, s_ptr, tile, LENGTH: tl.constexpr, W: tl.constexpr):
     scales = s_ptr + (tile // 16 * 8 + tile % 8) * (STEPS * 64) + tile // 8 % 2 * 32 + e // 16 * 4 + e % 4
     held = ()
     held_scales = ()
-    for start in tl.static_range(0, STEPS, W):
-        step = start + warp
-        held = held + (tl.load(words + step * 32, mask=step < STEPS, other=0),)  # type: ignore[assignment]
-        held_scales = held_scales + (scales_of(scales + step * 64, step < STEPS, W),)  # type: ignore[assignment]
-    return held, held_scales
+    for i in tl.static_range(AHEAD):
+        word, scale = _ask_step(words, scales, i * W + warp, STEPS, W)
+        held = held + (word,)  # type: ignore[assignment]
+        held_scales = held_scales + (scale,)  # type: ignore[assignment]
+    return words, scales, held, held_scales
 
 
 @triton.jit
 def multiply_held(
-    held, held_scales, x_ptr, row, w_ptr, LENGTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr
+    words, scales, held, held_scales, x_ptr, row, w_ptr, LENGTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Do what :func:`multiply` does with what :func:`ask` returned, in the same order: one block of rows of x."""
     STEPS: tl.constexpr = (LENGTH + 63) // 64
     HALVES: tl.constexpr = LENGTH // 32
+    TURNS: tl.constexpr = (STEPS + W - 1) // W
     warp = tl.arange(0, W)[None, :, None]
     e = tl.arange(0, 128)[None, None, :]
     zeros = zeros_of(w_ptr + warp * 128 + e, W)
     x_rows = x_ptr + row.to(tl.int64) * (LENGTH // 2) + e % 16 + zeros
     acc = tl.broadcast_to(zeros.to(tl.float32, bitcast=True), [R, W, 128])
-    for i in tl.static_range((STEPS + W - 1) // W):
+    for i in tl.static_range(TURNS):
         step = i * W + warp
+        if i + AHEAD < TURNS:
+            word, scale = _ask_step(words, scales, step + AHEAD * W, STEPS, W)
+            held = held + (word,)
+            held_scales = held_scales + (scale,)
         x0 = tl.broadcast_to(tokens_of(x_rows + step * 32, step < STEPS, W), [R, W, 128])
         x1 = tl.broadcast_to(tokens_of(x_rows + step * 32 + 16, step * 2 + 1 < HALVES, W), [R, W, 128])
         acc = _step_by_words(held[i], held_scales[i], x0, x1, acc, R, W)

@@ -17,9 +17,12 @@ from typing import Any
 from fastlayers import env
 from fastlayers.device import Device
 from fastlayers.errors import check_keys
+from fastlayers.integers import cdiv
 
-# Up to so many columns a warp's codes of one tile stay in registers, and enough programs on an SM.
+# Up to so many columns four warps' codes of one tile may all stay in registers, with enough programs on an SM: each has
+# at most so many steps of 64 columns.
 MAX_HELD = 4096
+ALL_STEPS = MAX_HELD // 64 // 4
 # Of the kernels with wgmma: turns of the ring in shared memory, a step of 64 columns each; registers where there are
 # eight warps, so that four programs fit an SM. How the first product's rows come: gathered by a launch of their own
 # (1), or by the product itself (2).
@@ -34,9 +37,9 @@ class HopperLaunchConfig:
     """``tokens`` of a block: 8 to 64, 0: each pair by itself; then tiles, warps and ``s`` of either product.
 
     Pairs by themselves: warps share ``r`` tiles and take columns in turns, ``s`` stages ahead. ``held``: which products
-    (1, 2; 3: both) hold all codes of a program in registers, from before the wait on. Blocks: each warp has ``r`` tiles
-    of its own, and asks for codes ``s`` steps ahead. ``wgmma``: blocks of 16, 32 or 64 by these instructions, rows
-    ``GATHERED`` or ``DIRECT``, ``s`` turns of the ring (``STAGES``).
+    (1, 2; 3: both) have codes in registers, from before the wait on, ``s`` steps ahead. Blocks: each warp has ``r``
+    tiles of its own, and asks for codes ``s`` steps ahead. ``wgmma``: blocks of 16, 32 or 64 by these instructions,
+    rows ``GATHERED`` or ``DIRECT``, ``s`` turns of the ring (``STAGES``).
     """
 
     tokens: int
@@ -83,10 +86,13 @@ def _both(tokens: int, first: Shape, second: Shape | None = None) -> HopperLaunc
     return HopperLaunchConfig(tokens, *first, *(second or first))
 
 
-# One tile a program: with two, Triton brings what is held into the lanes' layout by way of shared memory.
+# One tile a program: with two, Triton brings what is held into the lanes' layout by way of shared memory. Half
+# of GPT-OSS's steps ahead leave registers for seven programs an SM, all of them for five; one token's step is faster by
+# it, two tokens' has not been measured: benchmarks/notes/decode_phases.md.
 HELD = [
-    replace(_both(0, (1, 4, 4)), held=3),
-    replace(_both(0, (2, 2, 6), (1, 4, 6)), held=2),
+    replace(_both(0, (1, 4, 6)), held=3),
+    replace(_both(0, (1, 4, ALL_STEPS)), held=3),
+    replace(_both(0, (2, 2, 6), (1, 4, ALL_STEPS)), held=2),
 ]
 # Tiles, warps, stages or steps ahead: the best first.
 _SHAPES: dict[int, list[Shape]] = {
@@ -120,6 +126,11 @@ def about(cfg: Any, device: Device) -> str:
     return f"wgmma from {FEWEST} tokens on, mma.sync below" if why is None else f"mma.sync for any number: {why}"
 
 
+def steps_ahead(columns: int, warps: int, ahead: int) -> int:
+    """Return how many of a warp's steps over so many columns are ahead: ``ahead``, or all there are."""
+    return min(ahead, cdiv(cdiv(columns, 64), warps))
+
+
 def _wgmma_block(tokens: int) -> int:
     """Return the slots of a block with ``wgmma`` that suit so many tokens."""
     return 16 if tokens <= 96 else 32 if tokens <= 192 else 64
@@ -128,7 +139,7 @@ def _wgmma_block(tokens: int) -> int:
 def plan_for(tokens: int, hidden: int, inner: int) -> HopperLaunchConfig:
     """Return how ``tokens`` tokens run without a table, of experts with so many columns in either product."""
     if tokens <= 2:
-        return HELD[0] if max(hidden, inner) <= MAX_HELD else _both(0, (1, 4, 4))
+        return HELD[0 if tokens == 1 else 1] if max(hidden, inner) <= MAX_HELD else _both(0, (1, 4, 4))
     if tokens >= FEWEST and no_wgmma(hidden, inner) is None:
         block = _wgmma_block(tokens)
         return replace(_both(block, _WGMMA[0]), wgmma=GATHERED if block == 64 else DIRECT)
