@@ -389,6 +389,7 @@ HISTORY = {
     "few_rows_h200.jsonl": "experiments with products of few rows; benchmarks/notes/linear.md",
     "qwen3_8b_steps_h200.jsonl": "experiments with choices of Qwen3-8B's; benchmarks/notes/linear.md, generate.md",
     "decode_steps.jsonl": "experiments with kernels that were changed for them; benchmarks/notes/decode_phases.md",
+    "decode_round4_h200.jsonl": "whole steps with one thing exchanged each; benchmarks/notes/decode_phases.md",
     "doctor_h200.txt": "what `fastlayers doctor --run` and `fastlayers bench model` said once",
     "host_ab_h200.jsonl": "two trees by turns, one of them older than prepared launches; host_time.* measures today's",
     "host_by_machine_h200.jsonl": "host_time.* and cold_start.* on slower hosts, at the page's commit",
