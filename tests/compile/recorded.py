@@ -332,6 +332,22 @@ def _attention(recorder: Recorder) -> None:
             recorder.label = f"mla-{name}-tree-{bucket.tokens}"
             q = _empty(bucket.tokens, cfg.num_heads, cfg.latent_width, dtype=cfg.dtype)
             registry("mla").named("triton").load()(cfg).decode(q, cache, meta)
+    # The kernel in Gluon: cut by length, evenly, and alone; pages of one token, and most requests.
+    for name, heads, page, lengths in (
+        ("deepseek_tp8_e4m3", 16, 64, (4096,) * 128), ("deepseek_e4m3", 128, 64, (4096,) * 64),
+        ("deepseek_e4m3", 128, 1, (4096,)), ("deepseek_e4m3", 16, 64, (100,)), ("deepseek_e4m3", 100, 64, (60,) * 512),
+        ("deepseek_tp8_e4m3", 32, 16, (4096,) * 1000),
+    ):  # fmt: skip
+        for dtype in (BF16, FP16):
+            cfg = replace(latents.case(name).cfg, num_heads=heads, page_size=page, dtype=dtype)
+            recorder.label = f"mla-{name}-heads-{heads}-{page}-{len(lengths)}-{TYPES[dtype]}"
+            pages = [[1] * -(-length // page) for length in lengths]
+            batch = AttentionBatch((1,) * len(lengths), tuple(length - 1 for length in lengths), pages)
+            meta = _host_state(1024, 1024, 4096 // page, page).plan(batch)
+            registry("mla").named("gluon").load()(cfg).decode(
+                _empty(len(lengths), heads, cfg.latent_width, dtype=dtype),
+                _empty(64, page, cfg.latent_width, dtype=cfg.kv_dtype), meta,
+            )  # fmt: skip
     recorder.label = "mla-queries"
     rounded_to_e4m3(_empty(64, 128, 576, dtype=BF16))
 
@@ -435,7 +451,7 @@ def kernels() -> set[tuple[str, str]]:
     """Return every kernel that the library launches, as module and name."""
     found = set()
     for module in pkgutil.walk_packages(fl.__path__, "fastlayers."):
-        if ".triton" in module.name:
+        if ".triton" in module.name or ".gluon" in module.name:
             for each in vars(importlib.import_module(module.name)).values():
                 if isinstance(each, Kernel):
                     found.add((each.__module__, each.__name__))

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fastlayers import env
+from fastlayers.attention.mla import gluon as mla_gluon
 from fastlayers.device import Device
 from fastlayers.moe.fused_moe.triton import mxfp4_plans, mxfp4_wgmma
 from fastlayers.registry import LAYERS, registry
@@ -32,6 +33,12 @@ KNOWN_SPILLS = {
     "_decode_kernel-mla-deepseek_tp8_decode-tree-256": 4,
     "_linear_kernel-linear-N=24576,K=4096,bfloat16_bfloat16,T=2": 8,
     "_linear_kernel-linear-N=24576,K=1536,float16_float16,T=2": 8,
+    # Once a program, outside of its loops: its threads have 128 registers each, given out among four kinds of work.
+    "heads_kernel-mla-deepseek_e4m3-heads-128-64-64-fp16": 8,
+    "heads_kernel-mla-deepseek_e4m3-heads-128-1-1-fp16": 8,
+    "heads_kernel-mla-deepseek_e4m3-heads-100-64-512-bf16": 4,
+    "heads_kernel-mla-deepseek_tp8_e4m3-heads-32-16-1000-bf16": 12,
+    "heads_kernel-mla-deepseek_tp8_e4m3-heads-32-16-1000-fp16": 12,
 }
 
 
@@ -77,6 +84,22 @@ def test_e4m3_latents_are_loaded_ahead_and_converted_once(build: KernelBuild) ->
     assert "async_copy_global_to_local" in loop and "tt.load %latent" not in loop
 
 
+HEADS = [build for build in BUILDS if build.kernel.__module__ == mla_gluon.__name__]
+
+
+@pytest.mark.parametrize("build", HEADS, ids=lambda build: build.name)
+def test_warps_have_tasks_of_their_own(build: KernelBuild) -> None:
+    ptx = compiled_for(build).asm["ptx"]
+    # Each code is converted once, two at a time; sixteen bytes of them come at a time.
+    assert ptx.count("cvt.rn.f16x2.e4m3x2") == 64 * 576 // 2 // 128
+    assert ptx.count("ld.global.v4.b32") >= 2 * 64 * 576 // 16 // 128
+    assert ".reqntid 512" in ptx and "wgmma.mma_async" in ptx
+    assert {*re.findall(r"setmaxnreg.*u32 \t(\d+)", ptx)} == {"24", "72", "120", "160", "232"}
+    # Whoever leaves early tells the other groups so, and all read behind the wait.
+    wait = ptx.index("griddepcontrol.wait")
+    assert "ld.global" not in ptx[:wait] and ptx.count("griddepcontrol.wait") == 1
+
+
 @pytest.mark.parametrize(
     "build", [build for build in BUILDS if ".comm." in build.kernel.__module__], ids=lambda b: b.name
 )
@@ -112,14 +135,15 @@ def needs_sm_90(build: KernelBuild) -> bool:
 
 
 def needs_wgmma(build: KernelBuild) -> bool:
-    """Return whether a launch multiplies by ``wgmma``, which sm_90 alone has; its plan says so elsewhere."""
-    return build.kernel.__module__ == mxfp4_wgmma.__name__
+    """Return whether a launch multiplies by ``wgmma``, which sm_90 alone has; its plan or row says so elsewhere."""
+    return build.kernel.__module__ in (mxfp4_wgmma.__name__, mla_gluon.__name__)
 
 
 # Which rows make those launches that no case of a layer names.
 OTHERS = {
     r"gqa-(?P<case>\w+)-tree-\d": ("gqa", "triton"),
     r"mla-(?P<case>\w+)-tree-\d+": ("mla", "triton"),
+    r"mla-(?P<case>\w+)-heads-.*": ("mla", "gluon"),
     r"mla-queries": ("mla", "flashmla"),
     r"fused_moe-DeepGemmFusedMoE-.*": ("fused_moe", "deep_gemm"),
     r"fused_moe-DeepGemmMaskedFusedMoE-.*": ("fused_moe", "deep_gemm_masked"),
@@ -152,12 +176,13 @@ def test_what_a_card_cannot_compile_is_refused_there_in_words(capability: int) -
     card = Device("cuda", "a card", (capability // 10, capability % 10))
     layers = set()
     for build in BUILDS:
-        if compiles_on(build, capability) and not (needs_sm_90(build) and capability < 90):
+        only_there = needs_sm_90(build) or needs_wgmma(build)
+        if compiles_on(build, capability) and not (only_there and capability < 90):
             continue
         layer, name, cfg = configurations()[build.name.removeprefix(f"{build.kernel.__name__}-")]
         assert f"this is sm_{capability}" in (registry(layer).named(name).refusal(cfg, card) or ""), build.name
         layers.add(layer)
-    wanted = {"fused_moe"} if capability == 89 else {
+    wanted = {"fused_moe", "mla"} if capability == 89 else {
         "silu_mul_quant", "group_quant", "mxfp8_quant", "nvfp4_quant", "fp8_linear", "fp8_scaled_linear", "bmm", "mla",
         "gqa", "fused_moe", "kv_write", "mla_kv_write", "rotary_kv_write",
     }  # fmt: skip
@@ -171,6 +196,10 @@ def test_compiles_for_other_cards(build: KernelBuild, capability: int) -> None:
         pytest.skip("MXFP4 codes are decoded by instructions of sm_90; both rows refuse this card")
     if needs_wgmma(build):
         card = Device("cuda", "a card", (capability // 10, capability % 10))
+        if ".mla." in build.kernel.__module__:
+            cfg = spec_of("mla").case("deepseek_e4m3").cfg
+            assert registry("mla").named("gluon").refusal(cfg, card) == f"needs sm_90, this is sm_{capability}"
+            return
         why = mxfp4_plans.no_wgmma(GPT_OSS.hidden_size, GPT_OSS.intermediate_size, card)
         assert why == f"wgmma needs sm_90, which alone has it; this is sm_{capability}"
         return

@@ -34,7 +34,15 @@ import torch
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, check_choice, check_fields, check_positive
-from fastlayers.registry import Backend, Registry, blackwell_guard, reference_backend, torch_backend, triton_backend
+from fastlayers.registry import (
+    TRITON_NEEDS,
+    Backend,
+    Registry,
+    blackwell_guard,
+    reference_backend,
+    torch_backend,
+    triton_backend,
+)
 
 NAME = "MLAAttention"
 PHASES = ("decode", "ragged", "padded", "extend")
@@ -222,7 +230,23 @@ def _triton_refuses(cfg: MLAConfig, device: Device) -> str | None:
     return None
 
 
+def _gluon_refuses(cfg: MLAConfig, device: Device) -> str | None:
+    # Without a GPU its twin runs in Triton's interpreter.
+    if device.type == "cuda" and (why := device.refuses_all_but(9)) is not None:
+        return why
+    if cfg.kv_dtype != torch.float8_e4m3fn:
+        return f"a cache of {cfg.kv_dtype} is not of e4m3"
+    if cfg.num_heads > 128:
+        return f"{cfg.num_heads} heads are more than 128"
+    return _refuses_latents(cfg)
+
+
 _HERE = "fastlayers.attention.mla"
+# As Triton 3.6 has them.
+_GLUON = (
+    "triton.experimental.gluon:constexpr_function", "triton.experimental.gluon.language:warp_specialize",
+    "triton.experimental.gluon.language.nvidia.hopper:warpgroup_mma",
+)  # fmt: skip
 _FLASHINFER = ("flashinfer.mla:get_batch_mla_module", "flashinfer.prefill:get_batch_prefill_module")
 MLA = Registry(
     "mla",
@@ -239,6 +263,13 @@ MLA = Registry(
             captures_extend=True,
             few_only=True,
             auto_phases=("decode",),  # several tokens were not timed against other rows yet
+        ),
+        # Ahead of what converts such a cache to bf16: 1.7 to 2.5 times as fast with 128 heads.
+        replace(
+            triton_backend(f"{_HERE}.gluon_decode:GluonMLA", _gluon_refuses),
+            name="gluon",
+            needs=(*TRITON_NEEDS, *_GLUON),
+            phases=("decode",),
         ),
         Backend(
             "flashinfer_fa3",
