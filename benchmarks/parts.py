@@ -335,6 +335,7 @@ def _tables() -> Iterator[Part]:
     tunes = (
         ("mla_tp8", "deepseek-ai/DeepSeek-V3 --tp 8 --layer mla", PACKAGES),
         ("mla_tp8_e4m3", "deepseek-ai/DeepSeek-V3 --tp 8 --kv-dtype e4m3 --layer mla", PACKAGES),
+        ("mla_tp1_e4m3", "deepseek-ai/DeepSeek-V3 --kv-dtype e4m3 --layer mla", PACKAGES),
         ("gqa", "Qwen/Qwen3-8B Qwen/Qwen3-30B-A3B openai/gpt-oss-20b --layer gqa", PACKAGES),
         ("fused_moe_qwen3_30b", "Qwen/Qwen3-30B-A3B --layer fused_moe", ()),
         ("fused_moe_gpt_oss", "openai/gpt-oss-20b --layer fused_moe", ("triton_kernels",)),
@@ -386,6 +387,7 @@ HISTORY = {
     "mxfp4_rows_h200.jsonl": "experiments with MXFP4 experts; benchmarks/notes/fused_moe_triton.md",
     "mxfp4_trial_h200.jsonl": "candidates for MXFP4 experts by wgmma; benchmarks/notes/fused_moe_triton.md",
     "mla_parts_h200.jsonl": "latents of e4m3 in fp16, and cut by length; benchmarks/notes/mla.md",
+    "mla_fp8_heads_h200.jsonl": "latents of e4m3 with 128 heads, warps with a task each; benchmarks/notes/mla.md",
     "few_rows_h200.jsonl": "experiments with products of few rows; benchmarks/notes/linear.md",
     "qwen3_8b_steps_h200.jsonl": "experiments with choices of Qwen3-8B's; benchmarks/notes/linear.md, generate.md",
     "decode_steps.jsonl": "experiments with kernels that were changed for them; benchmarks/notes/decode_phases.md",
