@@ -28,13 +28,33 @@ if not torch.cuda.is_available():
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+# What takes longest (processes that start and wait, compilers, draws), so that no worker begins it when others end.
+LONGEST = (
+    "server/test_serve_command.py", "patching/workflows/test_compiled.py", "server/engine/test_ranks.py",
+    "server/engine/test_speculation.py", "server/engine/test_attention_groups.py",
+    "server/engine/test_deterministic.py", "server/test_cli.py", "models/test_distributed.py",
+    "server/engine/test_grammar.py", "server/engine/test_process.py", "server/engine/test_executor.py",
+    "comm/test_ranks.py", "patching/test_generate.py", "server/test_ray_app.py", "patching/workflows/test_replaced.py",
+    "comm/test_protocols_between_processes.py", "server/engine/test_scheduler_properties.py",
+    "server/test_accuracy_bounds.py", "benchmarks/test_renew.py", "models/test_generate.py",
+    "models/test_streams_drawn.py", "comm/test_transitions.py",
+)  # fmt: skip
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--summary", help="write commit, device, versions, counts and reasons of skips to this JSON file")
     parser.addoption("--commit", default="", help="commit to name in the summary where there is no git")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where kernels are interpreted, have that go faster (``quick_interpreter.py``); say where an ended run stood."""
+    """Where kernels are interpreted, have that go faster (``quick_interpreter.py``); say where an ended run stood.
+
+    Files are begun in the order of :func:`longest_first`.
+    """
+    if gone := [name for name in LONGEST if not (Path(__file__).parent / name).is_file()]:
+        raise pytest.UsageError(f"{__file__}: LONGEST names files that are not there: {', '.join(gone)}")
+    if hasattr(config.option, "loadscopereorder"):  # workers would be given the files of most tests first
+        config.option.loadscopereorder = False
     if config.getoption("--summary"):
         faulthandler.register(signal.SIGTERM, chain=True)
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -59,8 +79,18 @@ def pytest_collection() -> Iterator[None]:
         HEAP.begin()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests on machines without one, however they were selected."""
+def longest_first(items: list[pytest.Item]) -> None:
+    """Put the longest files first, then those of most tests; a file's tests stay as they are."""
+    root = Path(__file__).parent
+    order = {root / name: place for place, name in enumerate(LONGEST)}
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (order.get(item.path, len(order)), -tests[item.path], item.path))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip GPU tests on machines without one, however they were selected; workers begin with what takes longest."""
+    if hasattr(config, "workerinput"):
+        longest_first(items)
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords or "multigpu" in item.keywords:
