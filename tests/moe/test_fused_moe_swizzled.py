@@ -27,12 +27,14 @@ from fastlayers.moe.fused_moe.triton.backend import TritonFusedMoE
 from fastlayers.moe.fused_moe.triton.mxfp4_hopper import TritonSwizzledFusedMoE
 from fastlayers.moe.fused_moe.triton.mxfp4_plans import HopperLaunchConfig
 from fastlayers.moe.fused_moe.weights import MoEWeights
+from fastlayers.registry.spec import Case
 from fastlayers.testing.parity import check_parity, compare
 
 interpreted = pytest.mark.skipif(not env.triton_interpret(), reason="needs TRITON_INTERPRET=1 without a GPU")
 OSS = FusedMoEConfig(
     128, 192, 4, 2, quant="mxfp4", activation="swiglu_oai", bias=True, interleaved=True, dtype=torch.bfloat16
 )
+GPT_OSS = replace(OSS, hidden_size=2880, intermediate_size=2880, num_experts=32, top_k=4)
 ROW = FUSED_MOE.named("triton_swizzled")
 
 
@@ -141,6 +143,30 @@ def test_codes_in_registers_give_the_same_bits() -> None:
     wanted = plain()
     for held, ahead in ((1, 1), (2, 1), (3, 1), (3, 2), (3, mxfp4_plans.ALL_STEPS)):
         assert torch.equal(few_tokens(replace(PLAIN, held=held, s1=ahead, s2=ahead)), wanted), (held, ahead)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_codes_in_registers_give_the_same_bits_gpu(tokens: int) -> None:
+    """Of GPT-OSS's experts, by every plan with codes in registers; eager, and in 20 replays of a graph."""
+    if (why := ROW.why_not(GPT_OSS, as_device("cuda"))) is not None:
+        pytest.skip(why)
+    shape = {"num_tokens": tokens, "dtype": torch.bfloat16, "load": "filtered"}
+    inputs = cases.make_inputs(Case("few", GPT_OSS, shape), torch.device("cuda"), 7)
+    usual = replace(mxfp4_plans.HELD[0], held=0)
+    packed = cases.prepare(TritonSwizzledFusedMoE(GPT_OSS), inputs)
+    wanted = cases.run(TritonSwizzledFusedMoE(GPT_OSS, usual.config()), inputs, packed)["y"]
+    assert bool(wanted.isfinite().all()) and bool(wanted.any())
+    for plan in (mxfp4_plans.plan_for(tokens, 2880, 2880), *mxfp4_plans.HELD[:2]):
+        ours = TritonSwizzledFusedMoE(GPT_OSS, plan.config())
+        assert plan.held == 3 and torch.equal(cases.run(ours, inputs, packed)["y"], wanted), plan
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = cases.run(ours, inputs, packed)["y"]
+        for replay in range(20):
+            y.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(y, wanted), (plan, replay)
 
 
 def test_steps_ahead_are_at_most_all() -> None:

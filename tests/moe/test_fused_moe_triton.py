@@ -18,6 +18,7 @@ from fastlayers.moe.fused_moe.reference import ReferenceFusedMoE
 from fastlayers.moe.fused_moe.triton import pair_vector
 from fastlayers.moe.fused_moe.triton.backend import TritonFusedMoE
 from fastlayers.moe.fused_moe.weights import MoEWeights
+from fastlayers.registry.spec import Case
 from fastlayers.testing.parity import compare, poisoned_memory
 from fastlayers.testing.spec import spec_of
 
@@ -198,6 +199,45 @@ def test_planted_bug_in_matrix_vector_experts_shows(name: str, tmp_path: Path) -
     except Exception:  # an index that is none
         return
     assert not close(y, wanted), f"{name} changes nothing"
+
+
+def one_token(cfg: FusedMoEConfig, plans: list[LaunchConfig], device: str, replays: int) -> None:
+    """Check that all of these plans give one token the reference's result, in equal bits, also replayed on a GPU."""
+    spec = spec_of("fused_moe")
+    case = Case("one_token", cfg, {"num_tokens": 1, "dtype": cfg.dtype, "load": "filtered"})
+    inputs = make_inputs(case, torch.device(device), 5)
+    oracle = ReferenceFusedMoE(cfg)
+    wanted, found = run(oracle, inputs, prepare(oracle, inputs))["y"], []
+    for plan in plans:
+        ours = TritonFusedMoE(cfg, plan.config())
+        packed = prepare(ours, inputs)
+        with poisoned_memory():
+            found.append(run(ours, inputs, packed)["y"])
+        compare("y", found[-1], wanted, spec.bounds(case).get("y"))
+        assert torch.equal(found[-1], found[0]), plan
+        if replays:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = run(ours, inputs, packed)["y"]
+            for replay in range(replays):
+                y.fill_(float("nan"))
+                graph.replay()
+                assert torch.equal(y, found[0]), (plan, replay)
+
+
+def test_tiles_ahead_leave_the_bits_of_vectors() -> None:
+    plans = [LaunchConfig(Tile(0, 2, 32, 1, ahead), Tile(0, 2, 16, 1, ahead)) for ahead in (1, 2, 9)]
+    one_token(FusedMoEConfig(96, 48, 6, 4, bias=True, activation="swiglu_oai", interleaved=True), plans, "cpu", 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", ["qwen3", "gpt_oss"])
+def test_one_token_of_real_experts_gpu(shape: str) -> None:
+    cfg = replace(SHAPES[shape], num_experts=16, quant="none")
+    usual = plan_for(1, cfg, False)
+    assert usual.first.m == 0
+    plans = [replace(usual, second=replace(usual.second, stages=ahead)) for ahead in (1, 3)]
+    one_token(cfg, plans, "cuda", 20)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
