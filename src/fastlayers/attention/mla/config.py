@@ -270,6 +270,7 @@ MLA = Registry(
             name="gluon",
             needs=(*TRITON_NEEDS, *_GLUON),
             phases=("decode",),
+            repeats_on=(),  # alike in replays; whatever shares the batch was not seen yet
         ),
         Backend(
             "flashinfer_fa3",
