@@ -23,6 +23,8 @@ VLLM = {
     for model in ("qwen3_30b_a3b", "qwen3_8b", "gpt_oss_20b") for case, batch in (("bs1", 1), ("c32", 32))
 }  # fmt: skip
 MISSING = "not measured yet"
+# Backends whose kernels are this project's; triton_kernels is a package.
+OURS = ("triton", "triton_swizzled", "gluon")
 
 
 def read(part: str) -> list[Row]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import marked
-from performance_rows import DEVICE, MISSING, PEERS, ROOT, VLLM, Row, files, lines_of, points, read
+from performance_rows import DEVICE, MISSING, OURS, PEERS, ROOT, VLLM, Row, files, lines_of, points, read
 from serving_tables import serving
 from svg_plots import Plot, svg
 
@@ -26,8 +26,6 @@ PAGE = ROOT / "docs" / "performance.md"
 PLOTS = ROOT / "docs" / "plots"
 # "Never slower" is a median of at most this times the other's.
 NEVER_SLOWER = 1.03
-# triton_kernels is a package.
-OURS = ("triton", "triton_swizzled")
 # The pipeline that target 2 names and that is no backend (benchmarks/peers.py).
 PEER = "sglang"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from performance_rows import last_runs
+from performance_rows import OURS, last_runs
 
 from fastlayers.attention.meta import AttentionBatch
 from fastlayers.attention.mla.prefix_chunks import MLAThresholds, select_path
@@ -20,7 +20,7 @@ from fastlayers.attention.mla.prefix_chunks import MLAThresholds, select_path
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 NEVER_SLOWER = 1.03
-OURS = ("triton", "triton_swizzled", "torch")
+OURS_OR_TORCH = (*OURS, "torch")
 Row = dict[str, Any]
 Found = tuple[str, str] | None
 
@@ -55,7 +55,7 @@ def _against(file: str, layer: str, peer: str, keep: Callable[[Row], bool] = lam
     """Return how the best of ours compares with a package's at the points where both were timed."""
     pairs = []
     for rows in _points(file, layer, keep).values():
-        own = [row["us"] for row in rows if row["backend"] == "triton"]
+        own = [row["us"] for row in rows if row["backend"] in OURS]
         theirs = [row["us"] for row in rows if row["backend"].startswith(peer)]
         pairs += [(min(own), min(theirs))] if own and theirs else []
     return _share(pairs, peer)
@@ -176,7 +176,7 @@ def dependent_peers(layer: str) -> Found:
     pairs = []
     for rows in points.values():
         own = [row["us"] for row in rows if row["auto"]]
-        peers = [row["us"] for row in rows if row["backend"] not in OURS]
+        peers = [row["us"] for row in rows if row["backend"] not in OURS_OR_TORCH]
         pairs += [(own[0], min(peers))] if own and peers else []
     found = _share(pairs, "the best peer")
     return found and (f"{len(shapes)} shapes; {found[0]}", found[1])
