@@ -24,6 +24,8 @@ TABLES = (
     "performance_tables.py", "readme_tables.py", "systems_table.py", "distributed_tables.py", "simulate_splits.py"
 )  # fmt: skip
 NEW_TABLE = "a new table"
+# Below what `run` wrote: the tables that tuners changed, for the parts behind them.
+NEW_TABLES = "new_tables"
 Row = dict[str, Any]
 
 
@@ -129,15 +131,19 @@ def merged(old: Sequence[Row], part: str, new: Sequence[Row]) -> list[Row]:
     return [*kept[:place], *new, *kept[place:]]
 
 
-def labelled(rows: Sequence[Row], part: str, run: Row) -> list[Row]:
-    """Return rows with the name of their part, the commit of their sources, and paths as the repository has them."""
-    text = json.dumps(rows)
+def labelled(rows: Sequence[Row], part: str, ended: Row) -> list[Row]:
+    """Return rows with the name of their part, the commit of their sources, and paths as the repository has them.
+
+    Where the part took ladders that tuners of the same run had just made, their names stand beside the commit.
+    """
+    text, run = json.dumps(rows), ended["run"]
     for place in (f"{run['out']}/{part}/", f"{run['root']}/"):
         text = text.replace(json.dumps(place)[1:-1], "")
     found: list[Row] = [named(row) for row in json.loads(text)]
     for row in found:
         if (head := head_of(row)) is not None:
             head["part"] = part
+            head |= {"tables": ended["tables"]} if "tables" in ended else {}
     return found
 
 
@@ -158,7 +164,7 @@ def adopt(folder: Path) -> Iterator[str]:
             continue
         if part.result and not part.result.startswith("tuned/"):
             path = RESULTS / part.result
-            new = labelled(rows_of(result_of(part, folder / part.name)), part.name, row["run"])
+            new = labelled(rows_of(result_of(part, folder / part.name)), part.name, row)
             if path.suffix == ".json":
                 texts[path] = json.dumps(new[0], indent=1) + "\n"
             else:
@@ -176,20 +182,37 @@ def adopt(folder: Path) -> Iterator[str]:
         path.write_text(text)
 
 
-def _adopt_tables(tables: dict[Path, Row]) -> Iterator[str]:
-    """Ship those tables that a tuner has changed."""
-    from fastlayers.tuning.table import SHIPPED, measurements, write
+def _changed(tables: dict[Path, Row]) -> dict[Path, Row]:
+    """Return, by where they ship, those tables that a tuner has changed: of others it was given a copy."""
+    from fastlayers.tuning.table import SHIPPED, measurements
 
     changed: dict[Path, Row] = {}
     for path, table in sorted(tables.items()):
         shipped = SHIPPED / path.parent.name / path.name
         details = measurements(shipped)
         before = [json.loads(each.read_text()) if each.is_file() else {} for each in (shipped, details)]
-        if table != before[0] | before[1]:  # else a tuner's copy, which another may have measured anew
+        if table != before[0] | before[1]:
             changed[shipped] = table
-    for shipped, table in changed.items():
+    return changed
+
+
+def _adopt_tables(tables: dict[Path, Row]) -> Iterator[str]:
+    """Ship those tables that a tuner has changed."""
+    from fastlayers.tuning.table import write
+
+    for shipped, table in _changed(tables).items():
         write(shipped, table)
         yield f"{shipped.parent.name}/{shipped.name}: {NEW_TABLE}"
+
+
+def offer_tables(folder: Path, target: Path) -> int:
+    """Put the tables that a tuner finished and changed where ``FASTLAYERS_TUNED_DIR`` finds them; return how many."""
+    from fastlayers.tuning.table import write
+
+    changed = _changed({path: json.loads(path.read_text()) for path in folder.glob("*/*.json")})
+    for shipped, table in changed.items():
+        write(target / shipped.parent.name / shipped.name, table)
+    return len(changed)
 
 
 def renew_tables(tuned: bool) -> None:

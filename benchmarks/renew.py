@@ -27,7 +27,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src")]
 import adopt as adoption  # noqa: E402
-from adopt import SUMMARY, TIMES, missing, whole_tables  # noqa: E402
+from adopt import NEW_TABLES, SUMMARY, TIMES, missing, whole_tables  # noqa: E402
 from parts import PARTS, Part  # noqa: E402
 
 from fastlayers.tuning.provenance import provenance  # noqa: E402
@@ -109,6 +109,7 @@ class Runner:
     pack: Path | None = None
     running: dict[str, tuple[Part, subprocess.Popen[bytes], list[str], float]] = field(default_factory=dict)
     took: list[tuple[float, float]] = field(default_factory=list)
+    tables: list[str] = field(default_factory=list)  # the tuners whose ladders the next parts take
 
     def __post_init__(self) -> None:
         """Count the GPUs, of which none is in use yet."""
@@ -167,6 +168,8 @@ class Runner:
             whole_tables(part.result.partition("/")[2], folder)
         own = [self.gpus.pop(0) for _ in range(part.gpus)]
         env = self.env | dict(part.environment) | {"CUDA_VISIBLE_DEVICES": ",".join(own)}
+        if self.tables and not part.result.startswith("tuned/"):
+            env |= {"FASTLAYERS_TUNED_DIR": str(self.out / NEW_TABLES)}
         workers = max(1, (os.cpu_count() or 2) - 2)
         with (folder / "output.log").open("wb") as log:
             process = subprocess.Popen(
@@ -197,12 +200,15 @@ class Runner:
                 continue
         self.gpus = sorted([*self.gpus, *own], key=self.order.index)
         self.tell(part, state, time.monotonic() - begin, process.returncode)
+        if part.result.startswith("tuned/") and adoption.offer_tables(self.out / name, self.out / NEW_TABLES):
+            self.tables.append(name)
 
     def tell(self, part: Part, state: str, seconds: float = 0.0, code: int | None = None) -> None:
         """Append a part's line to the summary, and pack what there is."""
         log = self.out / part.name / "output.log"
         tail = log.read_text(errors="replace").splitlines()[-12:] if log.is_file() and code is not None else []
-        row = {"part": part.name, "state": state, "seconds": round(seconds, 1), "exit_code": code}
+        row: Row = {"part": part.name, "state": state, "seconds": round(seconds, 1), "exit_code": code}
+        row |= {"tables": [*self.tables]} if self.tables and not part.result.startswith("tuned/") else {}
         append(self.out / SUMMARY, row | {"last_lines": [line[:300] for line in tail]})
         print(
             f"{part.name}: {state}, {seconds:.0f} s" + "".join(f"\n    {line[:160]}" for line in tail[-3:]), flush=True

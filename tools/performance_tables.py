@@ -197,7 +197,9 @@ def sources() -> list[str]:
         own = [row for row in rows if not row["command"].startswith("performance.py")]
         for run in own or rows:
             device = run.get("device", run.get("gpu", "?"))
-            lines[f"- `{path.name}`: `{run['command']}`, commit {run['commit']}, torch {run['torch']}, {device}"] = None
+            ladders = f", ladders of {', '.join(run['tables'])}" if "tables" in run else ""
+            about = f"commit {run['commit']}{ladders}, torch {run['torch']}, {device}"
+            lines[f"- `{path.name}`: `{run['command']}`, {about}"] = None
     return list(lines)
 
 

@@ -284,6 +284,43 @@ def test_a_tuners_copy_does_not_undo_what_another_measured(
     assert written == {"x.json": {"ms": 2}}
 
 
+def test_parts_behind_a_tuner_take_its_ladders_and_say_so(
+    renew: Any, adopting: Any, fake: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = import_module("fastlayers.tuning.table")
+    shipped = tmp_path / "tuned"
+    monkeypatch.setattr(tables, "SHIPPED", shipped)
+    monkeypatch.setattr(tables, "MEASUREMENTS", tmp_path / "details" / "none")
+    (shipped / "layer").mkdir(parents=True)
+    for name in ("old.json", "new.json"):
+        (shipped / "layer" / name).write_text('{"ms": 2}')
+    tunes = (
+        "from pathlib import Path\nfolder = Path(out).parent / 'layer'\n"
+        "assert sorted(path.name for path in folder.glob('*')) == ['new.json', 'old.json']\n"
+        "(folder / 'new.json').write_text(json.dumps({'ms': 1}))\n"
+    )
+    asks = (
+        f"{HEAD}import os\nfrom pathlib import Path\nfolder = os.environ.get('FASTLAYERS_TUNED_DIR')\n"
+        "found = folder and {p.name: json.loads(p.read_text()) for p in Path(folder).glob('layer/*')}\n"
+        "open(out, 'w').write(json.dumps(head) + '\\n' + json.dumps({'found': found}) + '\\n')\n"
+    )
+    parts = fake(
+        ("before", asks, 5), ("retune.idle", "", 5, {"result": "tuned/layer"}), ("between", asks, 5),
+        ("retune.x", tunes, 5, {"result": "tuned/layer"}), ("behind", asks, 5),
+    )  # fmt: skip
+    out = tmp_path / "out"
+    ended = run(renew, out)
+    assert [ended[part.name]["state"] for part in parts] == ["complete"] * 5, ended
+    assert [ended[name].get("tables") for name in ("before", "between", "behind")] == [None, None, ["retune.x"]]
+    monkeypatch.setattr(adopting, "named", lambda row: row)
+    monkeypatch.setattr(adopting, "renew_tables", lambda tuned: None)
+    assert CliRunner().invoke(renew.app, ["adopt", str(out)]).exit_code == 0
+    for name, found in (("before", None), ("between", None), ("behind", {"new.json": {"ms": 1}})):
+        head, row = [json.loads(line) for line in (tmp_path / f"results/{name}.jsonl").read_text().splitlines()]
+        assert row == {"found": found} and head.get("tables") == (found and ["retune.x"])
+    assert json.loads((shipped / "layer" / "new.json").read_text()) == {"ms": 1}
+
+
 # ---- the real parts --------------------------------------------------------------------------------------------
 
 
