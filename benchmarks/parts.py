@@ -81,7 +81,7 @@ def _single() -> Iterator[Part]:
         command = f"benchmarks/host_time.py {model} --patch --out {{out}}"
         target = "10: section 1, patch without graphs; 12"
         yield Part(f"patch_plain.{model}", command, "performance/host_time.jsonl", took, target, quiet=True)
-    for model, batches, took in (("qwen3_8b", "1", 90), ("qwen3_30b", "1 16", 150)):
+    for model, batches, took in (("qwen3_8b", "1", 80), ("qwen3_30b", "1 16", 125)):
         # Patched without graphs: patch_plain.
         variants = "--variants stock stock_best graph"
         command = f"benchmarks/patch_gpu.py --model {model} --batch {batches} {variants} --json {{out}}"
@@ -111,6 +111,10 @@ def _served() -> Iterator[Part]:
         yield Part(f"serve.{model}", command, result, took, target, needs, 1, PLAIN, quiet=True)
     command = "benchmarks/serve_rows.py Qwen/Qwen3-8B --switches --seconds 165 --log {dir}/server.log --out {out}"
     yield Part("serve.switches", command, "performance/serve.jsonl", 170, "13: row 9", SERVER, 1, PLAIN, quiet=True)
+    flags = "--switches lookup --seconds 120"
+    command = f"benchmarks/serve_rows.py Qwen/Qwen3-8B {flags} --log {{dir}}/server.log --out {{out}}"
+    target = "13: row 6, drafts where they do not help"
+    yield Part("serve.lookup", command, "performance/serve.jsonl", 80, target, SERVER, 1, PLAIN, quiet=True)
     command = "benchmarks/speculation.py Qwen/Qwen3-8B --batch 1 8 --trees 9 33 --kernels 14 --out {out}"
     yield Part(
         "speculation", command, "speculation_h200.jsonl", 85, "13: row 6, the verifying step", ("msgspec",), 1, PLAIN
@@ -130,7 +134,7 @@ def _served() -> Iterator[Part]:
 
 def _starts() -> Iterator[Part]:
     """First uses, and shapes that no table holds: they need all packages."""
-    for model, took in (("qwen3_8b", 120), ("qwen3_30b_a3b", 150)):
+    for model, took in (("qwen3_8b", 120), ("qwen3_30b_a3b", 140)):
         command = f"benchmarks/cold_start.py {model} --out {{out}}"
         yield Part(
             f"cold_start.{model}", command, "performance/cold_start.jsonl", took, "10: section 3", PACKAGES, noisy=True

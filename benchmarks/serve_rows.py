@@ -6,8 +6,8 @@ Rows: seconds to ``/ready``, once more if kernels had to be compiled; 32 and 256
 shared prefix of 2,048 tokens, beside the same without the cache; Poisson arrivals at 70 % of what 256 at once reached,
 with what their first tokens waited for, and what stood for a tenth of a second: in the engine, the front, the client,
 or the machine. One JSON line a row; the first describes the run. ``--switches``: instead of these, a server as it is by
-default and one without each of :data:`SWITCHES`, under the loads that ought to tell; a row says what was measured with
-it and without.
+default and one without each of :data:`SWITCHES`, or with each of :data:`ADDED` that is named, under the loads that
+ought to tell; a row says what was measured with it and without.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ SWITCHES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "CUDA graphs": (("--disable-cuda-graph",), ("at once", "one")),
     "prefix cache": (("--no-prefix-cache",), ("at once", "shared prefix")),
     "chunks": (("--itl-target-ms", "0"), ("at once", "arrivals")),
+}
+# What is off by default, and may cost next to nothing where it does not help.
+ADDED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "lookup": (("--speculative-algorithm", "ngram"), ("at once", "one", "shared prefix", "arrivals")),
 }
 # What is told of a load: the first is what a switch is for.
 LOADS = {
@@ -312,7 +316,10 @@ def main() -> None:
     parser.add_argument("--ep", type=int, default=1, help="groups that split the experts")
     parser.add_argument("--at-once", action="store_true", help="only the start and the two rows of prompts at once")
     parser.add_argument("--profile", action="store_true", help="also what the first rank's decode steps are made of")
-    parser.add_argument("--switches", action="store_true", help="what each thing that is on by default is worth")
+    parser.add_argument(
+        "--switches", nargs="*", choices=(*SWITCHES, *ADDED), metavar="NAME",
+        help="what each thing that is on by default is worth, or each that is named",
+    )  # fmt: skip
     parser.add_argument("--small", action="store_true", help="few and short prompts, to try things out")
     parser.add_argument("--once", action="store_true", help="one start, whether or not it compiled kernels")
     parser.add_argument("--touch-gib", type=float, default=8.0, help="host memory that is touched before anything runs")
@@ -326,16 +333,17 @@ def main() -> None:
     ensure()
     tell(head | {"touched_s": touch(options.touch_gib)}, options.out)
     for model in options.models:
-        for row in (switched if options.switches else measure)(model, options, options.log):
+        for row in (measure if options.switches is None else switched)(model, options, options.log):
             tell({"model": model, **sizes_of(options), **row}, options.out)
 
 
 def switched(model: str, options: argparse.Namespace, log: Path) -> Iterator[Row]:
-    """Yield the rows of a model's server with everything that is on by default, and without each of it."""
+    """Yield the rows of a model's server with everything that is on by default, and with each switch turned."""
     end = time.monotonic() + options.seconds
     rate = 0.0
     usual: dict[str, Row] = {}
-    for name, (flags, loads) in {"": ((), tuple(LOADS)), **SWITCHES}.items():
+    turned = {name: (SWITCHES | ADDED)[name] for name in options.switches or SWITCHES}
+    for name, (flags, loads) in {"": ((), tuple(LOADS)), **turned}.items():
         server = Server(model, log, (*ranks_of(options), *flags))
         try:
             started = server.ready(end)
@@ -347,7 +355,8 @@ def switched(model: str, options: argparse.Namespace, log: Path) -> Iterator[Row
                 rate = rate or LOAD * found.get("request_throughput", 0.0)
                 row = short(found, *LOADS[load])
                 if name:
-                    yield {"row": "switch", "switch": name, "load": load, "on": usual[load], "off": row}
+                    sides = {"on": row, "off": usual[load]} if name in ADDED else {"on": usual[load], "off": row}
+                    yield {"row": "switch", "switch": name, "load": load, **sides}
                 else:
                     usual[load] = row
         finally:

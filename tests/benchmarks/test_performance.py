@@ -409,6 +409,20 @@ def test_what_a_server_does_without_something(
     assert servers[::2] == [(), *(flags for flags, _ in rows_of.SWITCHES.values())]
     capsys.readouterr()
     lines = tables.serving().splitlines()[2:]
+    servers.clear()
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--switches", "lookup"])
+    rows_of.main()
+    assert servers[::2] == [(), rows_of.ADDED["lookup"][0]]
+    drafted = [line for line in tables.serving().splitlines()[2:] if line not in lines]
+    assert drafted == [
+        f"| qwen3_8b, lookup on / off, {told} | at most 2 % {worse} on |"
+        for told, worse in (
+            ("64 prompts at once | 3,000 tokens/s / 1,000 tokens/s", "less"),
+            ("one request, a token | 3000.00 ms / 1000.00 ms", "more"),
+            ("64 prompts sharing 2,048 tokens, first token | 3,000 ms / 1,000 ms", "more"),
+            ("arrivals, 99 % of gaps between tokens | 3001.0 ms / 1001.0 ms", "more"),
+        )
+    ]
     assert lines == [
         "| qwen3_8b, overlap on / off, 64 prompts at once | 1,000 tokens/s / 2,000 tokens/s | no more off |",
         "| qwen3_8b, overlap on / off, one request, a token | 1000.00 ms / 2000.00 ms | no less off |",
