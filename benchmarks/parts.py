@@ -77,7 +77,7 @@ def _single() -> Iterator[Part]:
         yield Part(
             f"host_time.{model}", command, "performance/host_time.jsonl", 20, "10: section 1, 16 tokens", quiet=True
         )
-    for model, took in (("qwen3_8b", 45), ("gpt_oss_20b", 60), ("deepseek_v3_slice", 45), ("qwen3_30b", 90)):
+    for model, took in (("qwen3_8b", 40), ("gpt_oss_20b", 35), ("deepseek_v3_slice", 30), ("qwen3_30b", 35)):
         command = f"benchmarks/host_time.py {model} --patch --out {{out}}"
         target = "10: section 1, patch without graphs; 12"
         yield Part(f"patch_plain.{model}", command, "performance/host_time.jsonl", took, target, quiet=True)
@@ -91,7 +91,7 @@ def _single() -> Iterator[Part]:
             f"benchmarks/patch_gpu.py --model {model} --batch {batches} --variants graph --rounds 3 --json {{out}}"
         )
         yield Part(f"patch_replays.{model}", command, "patch_replays_h200.jsonl", took, "16: row 9, replays alone")
-    for model, took in (("qwen3_8b", 50), ("qwen3_30b", 90)):
+    for model, took in (("qwen3_8b", 40), ("qwen3_30b", 60)):
         shapes = "1x16 1x128 1x512 1x2048 1x8192"
         command = f"benchmarks/patch_first_token.py --model {model} --repeats 4 --shapes {shapes} --out {{out}}"
         yield Part(f"patch_first_token.{model}", command, "performance/patch_first_token.jsonl", took, "10: section 2")
@@ -134,7 +134,7 @@ def _served() -> Iterator[Part]:
 
 def _starts() -> Iterator[Part]:
     """First uses, and shapes that no table holds: they need all packages."""
-    for model, took in (("qwen3_8b", 120), ("qwen3_30b_a3b", 140)):
+    for model, took in (("qwen3_8b", 120), ("qwen3_30b_a3b", 130)):
         command = f"benchmarks/cold_start.py {model} --out {{out}}"
         yield Part(
             f"cold_start.{model}", command, "performance/cold_start.jsonl", took, "10: section 3", PACKAGES, noisy=True
@@ -242,6 +242,13 @@ def _layers() -> Iterator[Part]:
         # What a program leaves out is not adopted: it goes on for as long as a part may take.
         command = f"{command} --seconds {1.5 * took:.0f} --out {{out}}"
         yield Part(name, command, f"{file}.jsonl", took, target, needs, 1, PLAIN if not needs else ())
+    # What packages compile when it is first called takes most of the one; the other compiles Triton's kernels alone.
+    for name, flags, took, needs, disabled in (
+        ("tp8_layer", " --build", 150, PACKAGES, ()), ("tp8_layer_alone", "", 45, (), ALONE)
+    ):  # fmt: skip
+        command = f"benchmarks/tp8_layer.py --profile{flags} --seconds {1.5 * took:.0f} --out {{out}}"
+        target = "16: rows 4, 5, 7" if needs else "16: rows 4, 5, 7, 10, no package"
+        yield Part(name, command, f"performance/{name}.jsonl", took, target, needs, 1, disabled)
     for model in ("deepseek-ai/DeepSeek-V3", "openai/gpt-oss-20b"):
         command = f"fastlayers bench ablation {model} --batch 1,32 --context 1024 --json"
         name = f"ablation.{model.partition('/')[2]}"
@@ -370,11 +377,11 @@ def _tables() -> Iterator[Part]:
 
 # What comes first: figures that most targets ask for and that few seconds give; then the rest as it stands.
 VALUE = (
-    "generate.*", "multigpu_suite", "two.decode", "two.rows", "two.start*", "serve_two.tp2", "serve_two.one",
-    "host_time.*", "patch_plain.*", "gpu_*", "first_token.*", "patch_qwen*", "mla_alone", "serve.qwen*",
-    "serve.gpt*", "two.slice*", "two.groups", "one.*", "eval.*.auto", "generate_alone.*", "two.prefill", "eplb",
-    "capture", "mla.*", "gqa.few_heads", "gqa*", "small_ops.turns", "small_ops", "fp8_linear.*", "fused_moe",
-    "cold_start.*", "ablation.*", "speculation",
+    "generate.*", "tp8_layer*", "multigpu_suite", "two.decode", "two.rows", "two.start*", "serve_two.tp2",
+    "serve_two.one", "host_time.*", "patch_plain.*", "gpu_*", "first_token.*", "patch_qwen*", "mla_alone",
+    "serve.qwen*", "serve.gpt*", "two.slice*", "two.groups", "one.*", "eval.*.auto", "generate_alone.*",
+    "two.prefill", "eplb", "capture", "mla.*", "gqa.few_heads", "gqa*", "small_ops.turns", "small_ops",
+    "fp8_linear.*", "fused_moe", "cold_start.*", "ablation.*", "speculation",
     "several_tokens", "weight_only", "drafts", "untuned_shapes.*",
 )  # fmt: skip
 

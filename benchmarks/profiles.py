@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,38 @@ def summary(events: Iterable[Event], steps: int, most: int = 14) -> dict[str, An
     }  # fmt: skip
 
 
+def one_layer(events: Iterable[Event], layers: int) -> list[dict[str, Any]]:
+    """Return the launches of one of so many equal layers, in order: median duration, and how much later each ends.
+
+    ``later_us`` is from the end of what ended last before, so these add up to a layer where none is left out, whatever
+    starts early. Empty where the launches are not a whole number a layer.
+    """
+    order = sorted(events, key=lambda event: event[1])
+    each, rest = divmod(len(order), layers)
+    if rest or not order:
+        return []
+    found: list[list[tuple[str, float, float]]] = [[] for _ in range(each)]
+    last = order[0][1]
+    for place, (name, begin, took) in enumerate(order):
+        found[place % each].append((name, took, max(0.0, begin + took - last)))
+        last = max(last, begin + took)
+    names = [Counter(name for name, _, _ in same).most_common(1)[0][0] for same in found]
+    return [
+        {
+            "us": round(statistics.median(took for _, took, _ in same), 2),
+            "later_us": round(statistics.median(later for _, _, later in same), 2), "name": name[:90],
+        }
+        for name, same in zip(names, found, strict=True)
+    ]  # fmt: skip
+
+
 def of_replays(replay: Callable[[], Any], steps: int = 8) -> dict[str, Any]:
     """Return the :func:`summary` of a captured step that is replayed; all ranks call this."""
+    return summary(events_of(replay, steps), steps)
+
+
+def events_of(replay: Callable[[], Any], steps: int) -> list[Event]:
+    """Return what ran on the device while a step was replayed, or called, so many times."""
     replay()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -63,14 +93,11 @@ def of_replays(replay: Callable[[], Any], steps: int = 8) -> dict[str, Any]:
             replay()
         torch.cuda.synchronize()
     kinds = torch.autograd.DeviceType.CUDA
-    return summary(
-        [
-            (event.name, event.time_range.start, event.time_range.elapsed_us())
-            for event in profile.events()
-            if event.device_type == kinds
-        ],
-        steps,
-    )
+    return [
+        (event.name, event.time_range.start, event.time_range.elapsed_us())
+        for event in profile.events()
+        if event.device_type == kinds
+    ]
 
 
 def of_trace(path: Path) -> dict[str, Any]:

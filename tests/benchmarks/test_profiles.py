@@ -41,3 +41,15 @@ def test_a_trace_file_is_read_by_its_graph_launches(profiles: Any, tmp_path: Pat
     assert profiles.of_trace(path) == profiles.summary(EVENTS, 2)
     path.write_text(json.dumps({"traceEvents": kernels}))
     assert "no_profile" in profiles.of_trace(path)
+
+
+def test_launches_of_one_layer_in_their_order(profiles: Any) -> None:
+    """Three equal layers; the second launch of each begins before the first has ended."""
+    events = [
+        event
+        for start in (0.0, 20.0, 40.0)
+        for event in (("gemm", start, 10.0), ("norm", start + 8.0, 6.0 + (start == 20.0)))
+    ]
+    found = profiles.one_layer(events[::-1], 3)
+    assert [(row["name"], row["us"], row["later_us"]) for row in found] == [("gemm", 10.0, 15.0), ("norm", 6.0, 4.0)]
+    assert profiles.one_layer(events[:5], 3) == [] == profiles.one_layer([], 3)

@@ -64,6 +64,19 @@ def test_a_slice_from_its_checkpoint_to_tokens(figures: Any, tmp_path: Path) -> 
     assert rows[-1] == {"what": "tokens", "new": 24, "equal_before_a_near_tie": 24, "weights_equal": True}
 
 
+def test_a_layer_of_one_rank_of_eight_is_a_chain_of_them(tmp_path: Path) -> None:
+    _, *rows = rows_of(tmp_path, "tp8_layer.py", "--small", "--device", "cpu", "--profile", "--build")
+    told = [row.get("what", "profile") for row in rows]
+    assert told == ["built", "decode", "decode", "prefill", "attention", "profile", "profile", "profile", "end"]
+    decode, attention = rows[1:3], rows[4]
+    assert [row["batch"] for row in decode] == [1, 3] and all(row["same_bits"] for row in (*decode, attention))
+    assert all(row["us"] > 0 and row["finite"] for row in rows[1:5]) and attention["calls"] == rows[0]["layers"] == 3
+    assert decode[0]["drawn_experts"] == 2 < decode[1]["drawn_experts"] <= 6
+    names = {"self_attn", "self_attn.qkv_a_proj", "self_attn.q_b_proj", "self_attn.o_proj", "mlp.experts"}
+    for row in rows[1:4]:
+        assert names <= row["backends"].keys() and row["floor_us"] > 0 and row["mb"] > 0
+
+
 def test_ways_of_latent_attention_agree_on_all_pages(tmp_path: Path) -> None:
     _, *rows = rows_of(tmp_path, "mla_paths.py", "--small", "--device", "cpu")
     crossover, pages = [row for row in rows if "page" not in row], [row for row in rows if "page" in row]
