@@ -18,6 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import marked
+from limit_targets import limits
 from performance_rows import DEVICE, MISSING, OURS, PEERS, ROOT, VLLM, Row, files, lines_of, points, read
 from serving_tables import serving
 from svg_plots import Plot, svg
@@ -341,6 +342,7 @@ def nearest() -> str:
 LAYERS = ("fp8_linear", "fused_moe", "mla", "gqa", "small_ops")
 TABLES: dict[str, Callable[[], str]] = {
     "targets": targets,
+    "limits": limits,
     "nearest": nearest,
     "latencies": latencies,
     "serving": serving,

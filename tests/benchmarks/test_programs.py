@@ -64,8 +64,8 @@ def test_a_slice_from_its_checkpoint_to_tokens(figures: Any, tmp_path: Path) -> 
     assert rows[-1] == {"what": "tokens", "new": 24, "equal_before_a_near_tie": 24, "weights_equal": True}
 
 
-def test_a_layer_of_one_rank_of_eight_is_a_chain_of_them(tmp_path: Path) -> None:
-    _, *rows = rows_of(tmp_path, "tp8_layer.py", "--small", "--device", "cpu", "--profile", "--build")
+def test_a_layer_of_one_rank_of_eight_is_a_chain_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head, *rows = rows_of(tmp_path, "tp8_layer.py", "--small", "--device", "cpu", "--profile", "--build")
     told = [row.get("what", "profile") for row in rows]
     assert told == ["built", "decode", "decode", "prefill", "attention", "profile", "profile", "profile", "end"]
     decode, attention = rows[1:3], rows[4]
@@ -75,6 +75,13 @@ def test_a_layer_of_one_rank_of_eight_is_a_chain_of_them(tmp_path: Path) -> None
     names = {"self_attn", "self_attn.qkv_a_proj", "self_attn.q_b_proj", "self_attn.o_proj", "mlp.experts"}
     for row in rows[1:4]:
         assert names <= row["backends"].keys() and row["floor_us"] > 0 and row["mb"] > 0
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    monkeypatch.setattr(import_module("performance_rows"), "RESULTS", tmp_path)
+    lines = [head | {"device": "H200 (sm_90)"}, *rows]
+    (tmp_path / "tp8_layer.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    layer = import_module("limit_targets").layer
+    assert layer("decode", 1).value == decode[0]["us"] and layer("attention", 1).value == attention["us"]
+    assert layer("prefill", 96).value == rows[3]["us"] and layer("decode", 64) is None
 
 
 def test_ways_of_latent_attention_agree_on_all_pages(tmp_path: Path) -> None:
