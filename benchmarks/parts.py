@@ -148,7 +148,7 @@ def _starts() -> Iterator[Part]:
         result = "performance/generate_alone.jsonl"
         yield Part(f"generate_alone.{model}", command, result, took, "16: row 10, no package", environment=ALONE)
     command = "benchmarks/generate.py qwen3_30b_a3b --no-decode --capture --objects 5000000 --out {out}"
-    yield Part("capture", command, "performance/capture.jsonl", 65, "15: rows 54, 56", environment=PLAIN, quiet=True)
+    yield Part("capture", command, "performance/capture.jsonl", 50, "15: rows 54, 56", environment=PLAIN, quiet=True)
     command = "benchmarks/generate.py qwen3_30b_a3b --no-decode --out {out}"
     yield Part("import_to_token", command, "performance/first_token.jsonl", 25, "10: import to first token")
 
@@ -200,7 +200,7 @@ def _suites() -> Iterator[Part]:
 def _layers() -> Iterator[Part]:
     """Layers against the packages, and optimisations one at a time."""
     points = (
-        ("mla.bf16", "mla", "kv_dtype=torch.bfloat16", 90), ("mla.e4m3", "mla", "kv_dtype=torch.float8", 70),
+        ("mla.bf16", "mla", "kv_dtype=torch.bfloat16", 90), ("mla.e4m3", "mla", "kv_dtype=torch.float8", 45),
         ("gqa.few_heads", "gqa", "a key head", 15), ("gqa", "gqa", "^(?!.*a key head).*kv_dtype=torch.bfloat16", 95),
         ("gqa.e4m3", "gqa", "kv_dtype=torch.float8", 85), ("small_ops.turns", "small_ops", " ro[tu][at][re][yr] ", 40),
         ("small_ops", "small_ops", "^(?!.* ro[tu][at][re][yr] )", 125), ("fused_moe", "fused_moe", "", 220),
