@@ -49,6 +49,17 @@ def test_small_figures_are_right(figures: Any, tmp_path: Path) -> None:
             assert figure.find() is not None and word in (tmp_path / file).read_text(), figure.what
 
 
+def test_products_behind_what_quantises(figures: Any, tmp_path: Path) -> None:
+    _, *rows = rows_of(tmp_path, "gated.py", "--small", "--device", "cpu")
+    # One and two rows are quantised by the interpreted product itself, behind a norm; behind an activation all count.
+    assert [(row.get("norm", False), row["tokens"]) for row in rows] == [(False, 1), (False, 2), (False, 4), (True, 4)]
+    assert all(row["equal"] is True for row in rows)
+    timed = [row | {"one_us": 1.0 + ("norm" in row), "two_us": 1.0} for row in rows]
+    (tmp_path / "gated_h200.jsonl").write_text("".join(json.dumps(row) + "\n" for row in timed))
+    found = figures.gated()
+    assert found is not None and found[0].startswith("3 of 3 points")
+
+
 def test_a_slice_from_its_checkpoint_to_tokens(figures: Any, tmp_path: Path) -> None:
     _, *rows = rows_of(tmp_path, "slice.py", "--small", "--device", "cpu")
     told = ["written", "load", "capacity", "capacity", "prefill", "decode", "decode", "tokens"]

@@ -12,6 +12,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -36,6 +37,7 @@ from fastlayers.moe.fused_moe.triton import mxfp4_hopper, mxfp4_plans, permute
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.moe.placement.triton import TritonSlots
 from fastlayers.moe.router.triton import router_logits
+from fastlayers.norm.rms_norm.coded import coded_norm
 from fastlayers.patching.triton_dense import TritonDense
 from fastlayers.patching.triton_turn import TritonTurn
 from fastlayers.registry import LAYERS, registry
@@ -298,6 +300,13 @@ def _rows(recorder: Recorder) -> None:
     recorder.label = "drafts"
     known, largest, drawn = _empty(4, 16, dtype=torch.int64), _empty(16, dtype=BF16), _empty(16, dtype=torch.int64)
     settle_drafts.function(known, drawn, largest, drawn, _empty(4, 66, dtype=torch.int64), 8, -2, -2)
+    for dtype, (stride, hidden) in product(
+        (BF16, FP16, FP32), ((7168, 7168), (2112, 1536), (4096, 4096), (2048, 2048))
+    ):
+        recorder.label = f"rms_norm-codes-{hidden}-{TYPES[dtype]}"
+        rows, weight = _empty(64, stride, dtype=dtype)[:, :hidden], _empty(hidden, dtype=dtype)
+        for residual in (None, _empty(64, hidden, dtype=dtype)):
+            coded_norm.function(rows, weight, residual, 1e-6, 0, "col_tma4")
 
 
 def _attention(recorder: Recorder) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from fastlayers.comm.seam import Seam
 from fastlayers.layer import trust
 from fastlayers.linear.fp8_block.layer import FP8BlockLinear
 from fastlayers.linear.fp8_block.torch import TorchFP8Linear
+from fastlayers.norm.rms_norm.layer import RMSNorm
 from fastlayers.quant.coded_rows import CodedRows, layout_of_codes
 from fastlayers.quant.group_quant.layer import quantize_groups
 from fastlayers.testing.world import Rank, world
@@ -90,6 +92,54 @@ def hidden_states(rank: Rank, config: dict[str, Any], counts: list[int]) -> list
 def test_codes_change_no_bit_of_a_model(config: dict[str, Any], times: int) -> None:
     # Attention, but for the first, and dense MLPs read 40 tokens as codes; of 41 rows one is padding, which is cut off.
     assert world(2).run(hidden_states, config, [40, 41]) == [[(True, times), (True, 0)]] * 2
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("config", "norms"), [(DENSE, 4), (LATENT, 5)], ids=["gqa", "mla"])
+def test_norms_of_one_rank_write_codes_and_change_no_bit(
+    config: dict[str, Any], norms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention and dense MLPs read codes, and of latent attention the product behind the queries' norm."""
+    monkeypatch.setenv("FASTLAYERS_BACKEND", "rms_norm=triton,fp8_linear=triton")
+    family: Any = family_of(config)
+    model = family(family.config_class.from_hf(config), dtype=torch.bfloat16, device="cpu", page_size=16).eval()
+    fill_random(model)
+    fl.finalize(model)
+    layer = model.decoder.layers[1]
+    written: list[int] = []
+    plain = RMSNorm.coded
+
+    def counted(self: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, layout: str) -> Any:
+        found = plain(self, x, residual, layout)
+        written.append(0 if found is None else x.shape[0])
+        return found
+
+    def step(tokens: int) -> tuple[torch.Tensor, list[int]]:
+        written.clear()
+        state = AttentionState(1, tokens, 8, 16, "cpu")
+        caches = fl.kv_cache_spec(model, page_size=16, dtype=model.kv_dtype).allocate(9, "cpu")
+        meta = state.plan(AttentionBatch((tokens,), (0,), [list(range(1, 9))]))
+        return model(torch.arange(tokens) % 60, meta, caches), [*written]
+
+    monkeypatch.setattr(RMSNorm, "coded", counted)
+    coded, counts = step(9)
+    assert counts == [9] * norms and coded.isfinite().all()
+    # One row is quantised by the product itself, whoever looks sees rows, and so does a copy that is asked anew.
+    assert step(1)[1] == []
+    seen: list[type] = []
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(lambda module, given: seen.append(type(given[0]))),
+        layer.input_layernorm.register_forward_hook(lambda module, given, y: seen.append(type(y[0]))),
+    ]
+    watched, counts = step(9)
+    assert torch.equal(watched, coded) and set(seen) == {torch.Tensor} and len(counts) == norms - 1
+    for hook in hooks:
+        hook.remove()
+    model = copy.deepcopy(model)
+    again, counts = step(9)
+    assert torch.equal(again, coded) and counts == [9] * norms
+    monkeypatch.setattr(RMSNorm, "coded", lambda *given: None)
+    assert torch.equal(step(9)[0], coded)
 
 
 @torch.inference_mode()

@@ -14,7 +14,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
 import fastlayers as fl
 from fastlayers.errors import ArgumentError
+from fastlayers.norm.rms_norm import coded as coded_module
 from fastlayers.norm.rms_norm.layer import RMS_NORM, RMSNorm, RMSNormConfig
+from fastlayers.quant.group_quant.layer import GroupQuant
 from fastlayers.weights import slots
 
 FAMILIES = {
@@ -167,3 +169,93 @@ def test_package_backends_leave_their_inputs_alone(name: str, one_plus: bool, mo
     assert torch.equal(summed, x + residual) and torch.allclose(y, norm(x + residual, weight, 1e-6))
     assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
     assert impl(x[:0], weight, residual[:0])[0].shape == (0, 16)
+
+
+def coded(
+    tokens: int, hidden: int, layout: str, dtype: torch.dtype, rounding: str, residual: bool, device: str
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return codes, scales and sum of one launch, and of the norm with the quantisation behind it."""
+    generator = torch.Generator().manual_seed(tokens * hidden)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    norm = RMSNorm(hidden, rounding=rounding, dtype=dtype, device=device, backend="triton")
+    norm.weight.copy_(drawn(hidden))
+    # Columns of something wider, and rows that are all zero, not finite, or of very different size.
+    x = drawn(tokens, hidden + 128) * torch.exp(4 * drawn(tokens, 1))
+    x, other = x[:, :hidden], drawn(tokens, hidden) if residual else None
+    if tokens > 4:
+        x[1], x[2, 0], x[3, 5] = 0, float("nan"), float("inf")
+    y, summed = norm(x, other) if residual else (norm(x), None)
+    quantise = GroupQuant(scale_layout=layout, device=device, backend="triton")
+    found = norm.coded(x, other, layout)
+    assert found is not None
+    sums = [] if summed is None or found[1] is None else [[summed], [found[1]]]
+    assert residual == bool(sums)
+    rows = found[0]
+    assert rows.scales.stride() == quantise(y)[1].stride()
+    return [rows.codes, rows.scales, *(sums[1] if sums else ())], [*quantise(y), *(sums[0] if sums else ())]
+
+
+def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return all(
+        a.shape == b.shape and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+        for a, b in zip(found, wanted, strict=True)
+    )
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("layout", ["row", "col", "col_tma4"])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "dtype", "rounding", "residual"),
+    [
+        (5, 384, torch.bfloat16, "cast_then_scale", True), (6, 1536, torch.float16, "scale_then_cast", False),
+        (3, 128, torch.float32, "one_plus", True), (0, 256, torch.bfloat16, "cast_then_scale", True),
+    ],
+)  # fmt: skip
+def test_codes_are_those_of_the_norm_quantised(
+    tokens: int, hidden: int, dtype: torch.dtype, rounding: str, residual: bool, layout: str
+) -> None:
+    assert same(*coded(tokens, hidden, layout, dtype, rounding, residual, "cpu"))
+
+
+@torch.inference_mode()
+def test_a_fault_in_codes_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are quantised before they are rounded have other codes; a group must have its own scale."""
+    plain = coded_module.coded_norm
+
+    def unrounded(x: torch.Tensor, weight: torch.Tensor, residual: None, *rest: Any) -> list[torch.Tensor]:
+        return plain(x.float(), weight.float(), residual, *rest)
+
+    def shifted(*given: Any) -> list[torch.Tensor]:
+        codes, scales = plain(*given)
+        return [codes, scales.roll(1, 1)]
+
+    for fault, part in ((unrounded, 0), (shifted, 1)):
+        monkeypatch.setattr("fastlayers.norm.rms_norm.triton.coded_norm", fault)
+        found, wanted = coded(5, 384, "row", torch.bfloat16, "cast_then_scale", False, "cpu")
+        assert not same(found[part : part + 1], wanted[part : part + 1])
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 7168), (64, 1536), (4096, 7168), (300, 4096), (17, 2048)])
+def test_codes_on_a_gpu(tokens: int, hidden: int) -> None:
+    for layout in ("col", "col_tma4"):
+        for residual in (False, True):
+            assert same(*coded(tokens, hidden, layout, torch.bfloat16, "cast_then_scale", residual, "cuda"))
+
+
+@torch.inference_mode()
+def test_who_gets_no_codes() -> None:
+    class Other(RMSNorm):
+        pass
+
+    x = torch.randn(3, 128)
+    assert RMSNorm(128, dtype=torch.float32, backend="torch").coded(x, None, "row") is None
+    assert Other(128, dtype=torch.float32, backend="triton").coded(x, None, "row") is None
+    watched = RMSNorm(128, dtype=torch.float32, backend="triton")
+    assert watched.coded(x, None, "row") is not None
+    watched.register_forward_hook(lambda module, given, y: None)
+    assert watched.coded(x, None, "row") is None

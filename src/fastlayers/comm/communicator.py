@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -19,9 +20,10 @@ from fastlayers.comm.layouts import Hidden, Layout, Norm, normed
 from fastlayers.comm.padding import StepTokens
 from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.comm.seam import Moves, Seam
-from fastlayers.comm.transitions import Codes, RankOps, Tables, Transition
+from fastlayers.comm.transitions import HOOKS, Codes, RankOps, Tables, Transition
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, LayoutError, check_choice, check_kind, check_plain, describe
+from fastlayers.quant.coded_rows import CodingNorm
 from fastlayers.registry import TRITON_NEEDS, Backend, Registry
 
 
@@ -41,7 +43,9 @@ COMMUNICATOR = Registry(
     ],
 )  # fmt: skip
 # What a copy makes for itself: transitions are functions of this object's own norms and collectives.
-MADE = ("_tables", "_transitions", "_spread", "_hooks", "_spread_hooks", "_norms", "table", "spread_table")
+MADE = (
+    "_tables", "_transitions", "_spread", "_hooks", "_spread_hooks", "_norms", "_readers_seen", "table", "spread_table",
+)  # fmt: skip
 
 
 def mlp_place(mlp_kind: str, *, all_to_all: bool = False, dense_tp: int | None = None) -> str:
@@ -109,7 +113,8 @@ class LayerCommunicator:
         Of the same spec: gathers and scatters of equal numbers of rows between groups of one rank.
     codes : callable, optional
         ``codes(hook, rows)`` returns the layout of scales in which whoever reads what that hook returns takes
-        :class:`~fastlayers.quant.coded_rows.CodedRows`, or ``None``. Asked by a trusted layer's seam.
+        :class:`~fastlayers.quant.coded_rows.CodedRows`, or ``None``. Asked by a trusted layer's seam, and on one
+        rank by its norms, where ``codes.may(hook)`` says that it can be other than ``None``.
 
     Attributes
     ----------
@@ -213,7 +218,9 @@ class LayerCommunicator:
         self._spread = {(row.hook, row.given): row for row in tables.spread()}
         self.table = {key: row.to for key, row in self._transitions.items()}
         self.spread_table = {key: row.to for key, row in self._spread.items()}
-        self._norms = norms if self.ops.alone and self.place == "full" else None
+        self._norms: tuple[Norm, Norm] | None = norms if self.ops.alone and self.place == "full" else None
+        # Who reads what they return is looked at when a step asks: the layer may not be whole yet.
+        self._readers_seen = self._norms is None or not hasattr(self._codes, "may")
         # The same by plain strings: nothing of ours is hashed in a step.
         self._hooks, self._spread_hooks = _by_strings(self._transitions), _by_strings(self._spread)
 
@@ -251,11 +258,22 @@ class LayerCommunicator:
 
     def bare_norms(self, hidden: Hidden) -> tuple[Norm, Norm] | None:
         """Return what the hooks of a layer with this input are on one rank: two norms; ``None``: call the hooks."""
+        if not self._readers_seen:
+            self._see_readers()
         norms = self._norms
         if norms is None or not self.trusted or type(hidden) is not Hidden or hidden.tensor.shape[0] == 0:
             return None
         given = hidden.layout
         return norms if given.place == "attn_full" and given.residual != "scattered" else None
+
+    def _see_readers(self) -> None:
+        """Have a norm of one rank ask, each step, whether its rows may be codes, where that can be."""
+        codes: Any = self._codes
+        first, second = (
+            CodingNorm(norm, partial(self._as_codes, hook)) if hasattr(norm, "coded") and codes.may(hook) else norm
+            for hook, norm in zip(HOOKS, (self.input_layernorm, self.post_attention_layernorm), strict=True)
+        )
+        self._norms, self._readers_seen = (first, second), True
 
     def prepare_attn(self, hidden: Hidden, step: StepTokens | None = None) -> Hidden:
         """Return the attention's input, ``attn_full``: any pending sum done, residual added, normalised."""

@@ -21,11 +21,12 @@ import triton
 import triton.language as tl
 
 from fastlayers.comm.symmetric import Arena
-from fastlayers.comm.triton_push import normalised, quantised_row, warps_of
+from fastlayers.comm.triton_push import warps_of
 from fastlayers.comm.triton_signals import address, await_signal, order, signal
 from fastlayers.errors import ArgumentError
 from fastlayers.integers import next_power_of_2
 from fastlayers.norm.rms_norm.layer import ROUNDINGS
+from fastlayers.norm.rms_norm.row import normalised, quantised_row
 from fastlayers.operators import nothing, operator
 from fastlayers.quant.coded_rows import CodedRows
 from fastlayers.runtime.launch import kernel

@@ -25,10 +25,9 @@ from fastlayers.comm.triton_signals import address, now, order
 from fastlayers.errors import ArgumentError
 from fastlayers.integers import next_power_of_2
 from fastlayers.norm.rms_norm.layer import ROUNDINGS
+from fastlayers.norm.rms_norm.row import normalised, quantised_row
 from fastlayers.operators import operator
-from fastlayers.quant.coded_rows import CodedRows
-from fastlayers.quant.group_quant.layer import empty_scales
-from fastlayers.quant.group_quant.triton import quantize_tile
+from fastlayers.quant.coded_rows import CodedRows, empty_codes
 from fastlayers.runtime.launch import kernel
 from fastlayers.triton_lang import await_inputs, cast, release_dependents
 
@@ -37,26 +36,6 @@ NO_NORM = -1
 EMPTY = {torch.bfloat16: 0x8000, torch.float16: 0x8000, torch.float32: 0x80000000}
 # Rows in flight: more programs than a GPU holds at once would only queue.
 PROGRAMS = 132
-
-
-@triton.jit
-def normalised(h, weight, hidden, eps, ROUNDING: tl.constexpr):
-    """Return RMSNorm of one row ``h`` (in the model's dtype) as fp32, rounded where the family rounds."""
-    wide = h.to(tl.float32)
-    unit = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / hidden + eps)
-    if ROUNDING == 0:
-        return weight.to(tl.float32) * cast(unit, h.dtype).to(tl.float32)
-    elif ROUNDING == 1:
-        return weight.to(tl.float32) * unit
-    else:
-        return (1.0 + weight.to(tl.float32)) * unit
-
-
-@triton.jit
-def quantised_row(y, BLOCK: tl.constexpr):
-    """Return codes ``[BLOCK / 128, 128]`` and scales of one row, as GroupQuant makes them."""
-    narrow: tl.constexpr = y.dtype.primitive_bitwidth == 16
-    return quantize_tile(tl.reshape(y.to(tl.float32), (BLOCK // 128, 128)), 1e-10, 448.0, False, False, narrow)
 
 
 @triton.jit
@@ -183,13 +162,7 @@ def _fake(
     deadline_ns: int, part: int, warps: int, programs: int, codes: str,
 ) -> list[torch.Tensor]:  # fmt: skip
     rows = [x.new_empty(x.shape) for _ in range(1 if rounding == NO_NORM else 2)]
-    return [*_empty_codes(x, codes), rows[-1]] if codes else rows
-
-
-def _empty_codes(x: torch.Tensor, layout: str) -> list[torch.Tensor]:
-    """Return where codes and scales of rows like ``x`` go."""
-    rows, hidden = x.shape
-    return [x.new_empty(rows, hidden, dtype=torch.float8_e4m3fn), empty_scales(x, rows, hidden // 128, layout)]
+    return [*empty_codes(x, codes), rows[-1]] if codes else rows
 
 
 @operator("push_sum", _fake, writes=("inbox", "epoch", "status"))
@@ -200,7 +173,7 @@ def _push_sum(
 ) -> list[torch.Tensor]:  # fmt: skip
     rows, hidden = x.shape
     summed = torch.empty_like(x, memory_format=torch.contiguous_format)
-    coded = _empty_codes(x, codes) if codes else []
+    coded = empty_codes(x, codes) if codes else []
     y = coded[0].view(torch.uint8) if coded else summed if rounding == NO_NORM else torch.empty_like(summed)
     scales = coded[1] if coded else y
     if rows:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+
+from fastlayers.quant.group_quant.layer import empty_scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +38,73 @@ class CodedRows:
         return self.codes.numel()
 
 
+def empty_codes(x: torch.Tensor, layout: str) -> list[torch.Tensor]:
+    """Return where codes and scales of rows like ``x`` ``[T, K]`` go."""
+    rows, features = x.shape
+    return [x.new_empty(rows, features, dtype=torch.float8_e4m3fn), empty_scales(x, rows, features // 128, layout)]
+
+
 def layout_of_codes(reader: Any, rows: int) -> str | None:
     """Return the layout of scales in which ``reader`` takes so many rows as codes; ``None``: it takes rows only.
 
     It is a linear that says so (``codes_layout``), or a module of which only the linear that it names (``reads``) sees
-    the input. Where a hook looks at that linear's input, it sees rows.
+    the input. Where a hook looks at the input of either, it sees rows.
     """
-    linear: Any = getattr(reader, reader.reads, None) if hasattr(reader, "reads") else reader
-    if not hasattr(linear, "codes_layout") or linear._forward_pre_hooks or linear._forward_hooks:
+    linear = linear_of(reader)
+    if linear is None or linear._forward_pre_hooks or linear._forward_hooks:
+        return None
+    if linear is not reader and (reader._forward_pre_hooks or reader._forward_hooks):
         return None
     found: str | None = linear.codes_layout(rows)
     return found
 
 
-def codes_behind(layer: nn.Module, mlp: str) -> Callable[[str, int], str | None]:
+def linear_of(reader: Any) -> Any:
+    """Return the linear that alone sees a reader's input, if it is one that may take codes; else ``None``."""
+    linear = getattr(reader, reader.reads, None) if hasattr(reader, "reads") else reader
+    return linear if hasattr(linear, "codes_layout") else None
+
+
+def codes_behind(layer: nn.Module, mlp: str) -> CodesBehind:
     """Return what a layer's communicator asks for a hook's rows: what attention, or the ``mlp`` of that name, takes."""
-    return partial(_behind, layer, {"prepare_attn": "self_attn", "prepare_mlp": mlp})
+    return CodesBehind(layer, {"prepare_attn": "self_attn", "prepare_mlp": mlp})
 
 
-def _behind(layer: nn.Module, readers: dict[str, str], hook: str, rows: int) -> str | None:
-    return layout_of_codes(getattr(layer, readers[hook]), rows)
+@dataclass(frozen=True, eq=False)
+class CodesBehind:
+    """``(hook, rows)`` -> the layout of scales in which whoever reads what that hook returns takes it as codes."""
+
+    layer: nn.Module
+    readers: dict[str, str]
+
+    def __call__(self, hook: str, rows: int) -> str | None:
+        """Return the layout; ``None``: rows."""
+        return layout_of_codes(getattr(self.layer, self.readers[hook]), rows)
+
+    def may(self, hook: str) -> bool:
+        """Return whether the answer can be other than ``None`` for any number of rows."""
+        return linear_of(getattr(self.layer, self.readers[hook])) is not None
+
+
+@dataclass(frozen=True, eq=False)
+class CodingNorm:
+    """A norm on one rank whose rows come as codes where what reads them takes codes.
+
+    Parameters
+    ----------
+    norm : RMSNorm, or any callable
+    ask : callable
+        ``ask(rows)`` returns the layout of scales, or ``None``.
+    """
+
+    norm: Any
+    ask: Callable[[int], str | None]
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """Return what ``norm`` does, ``y`` as :class:`CodedRows` where it may be."""
+        layout = self.ask(x.shape[0])
+        coded = None if layout is None else getattr(self.norm, "coded", None)
+        found = None if coded is None else coded(x, residual, layout)
+        if found is None:
+            return self.norm(x) if residual is None else self.norm(x, residual)
+        return found[0] if residual is None else found

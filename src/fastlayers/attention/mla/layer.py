@@ -36,6 +36,7 @@ from fastlayers.errors import ArgumentError, as_integers, check_kind, check_plai
 from fastlayers.layer import trust
 from fastlayers.linear.quantised import QuantisedLinear
 from fastlayers.norm.rms_norm.layer import RMSNorm
+from fastlayers.quant.coded_rows import CodingNorm, layout_of_codes
 from fastlayers.quant.spec import NONE, QuantSpec
 from fastlayers.rotary.layer import RotaryEmbedding, check_rotary
 from fastlayers.weights_epoch import Packed
@@ -354,17 +355,25 @@ class MLAAttention(AttentionCore):
         return q.view(-1, self.num_heads, self.head_dim), latent, k_pe
 
     def _both_norms(self, q_a: torch.Tensor, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Norm both latents, side by side on two streams while a graph is captured."""
+        """Norm both latents, side by side on two streams while a graph is captured; the query's maybe as codes."""
+        norm_q: Any = self.q_a_layernorm
+        if hasattr(self.q_b_proj, "codes_layout"):
+            norm_q = CodingNorm(norm_q, self._codes_of_query)
         aside = self.alt_stream is not None and q_a.is_cuda and not torch.compiler.is_compiling()
         if not aside or not torch.cuda.is_current_stream_capturing():
-            return self.q_a_layernorm(q_a), self.kv_a_layernorm(latent)
+            return norm_q(q_a), self.kv_a_layernorm(latent)
         main = torch.cuda.current_stream()
         self.alt_stream.wait_stream(main)
-        normed_q = self.q_a_layernorm(q_a)
+        normed_q = norm_q(q_a)
         with torch.cuda.stream(self.alt_stream):
             normed_latent = self.kv_a_layernorm(latent)
         main.wait_stream(self.alt_stream)
         return normed_q, normed_latent
+
+    def _codes_of_query(self, rows: int) -> str | None:
+        """Return the layout of scales in which ``q_b_proj`` takes so many rows as codes, as a communicator asks it."""
+        plain = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        return None if plain else layout_of_codes(self.q_b_proj, rows)
 
     def _mqa(
         self, q_nope: torch.Tensor, q_pe: torch.Tensor, q: torch.Tensor | None, cache: torch.Tensor, meta: AttentionMeta

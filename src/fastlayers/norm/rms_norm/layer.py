@@ -25,6 +25,7 @@ from fastlayers.device import Device
 from fastlayers.errors import check_choice, check_float, check_plain, check_positive, check_tensor, dtype_name
 from fastlayers.layer import Layer
 from fastlayers.memory import allocate
+from fastlayers.quant.coded_rows import CodedRows
 from fastlayers.registry import Backend, Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.weights import Slot
 
@@ -162,6 +163,30 @@ class RMSNorm(Layer):
             self._check(x, residual, weight)
         y, new_residual = (self.ladder.single or self.ladder.pick(x.numel() // size))(x, weight, residual)
         return y if residual is None else (y, new_residual)
+
+    def coded(
+        self, x: torch.Tensor, residual: torch.Tensor | None, layout: str
+    ) -> tuple[CodedRows, torch.Tensor | None] | None:
+        """Return ``y`` ``[T, D]`` quantised to e4m3 by 128 columns, and the new residual; ``None``: not in one launch.
+
+        For whoever holds this layer and what reads ``y``: nothing is checked. The bits are those of the call and of
+        :class:`~fastlayers.GroupQuant` behind it. A hook that looks at what goes in or out of this layer sees rows:
+        then, in a class of somebody else's, and with a backend that writes rows only, it is ``None``.
+
+        Parameters
+        ----------
+        x, residual : Tensor ``[T, D]``
+            As of the call; ``D`` a multiple of 128.
+        layout : str
+            Of the scales, see ``codes_layout`` of :class:`~fastlayers.FP8BlockLinear`.
+        """
+        if self._forward_pre_hooks or self._forward_hooks or type(self) is not RMSNorm:
+            return None
+        impl = self.ladder.single or self.ladder.pick(x.shape[0])
+        found: tuple[CodedRows, torch.Tensor | None] | None = None
+        if hasattr(impl, "coded"):
+            found = impl.coded(x, self.weight, residual, layout)
+        return found
 
     def _check(self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor) -> None:
         size = self.cfg.hidden_size

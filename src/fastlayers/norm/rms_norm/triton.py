@@ -9,8 +9,10 @@ import torch
 import triton.language as tl
 
 from fastlayers.integers import next_power_of_2
+from fastlayers.norm.rms_norm.coded import coded_norm
 from fastlayers.norm.rms_norm.layer import ROUNDINGS, RMSNormConfig, empty_outputs
 from fastlayers.operators import operator
+from fastlayers.quant.coded_rows import CodedRows
 from fastlayers.runtime.launch import Kinds, kernel
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
@@ -104,3 +106,10 @@ class TritonRMSNorm:
                 return y, summed
         found = _rms_norm(x, weight, residual, self.eps, self.rounding)
         return found[0], None if residual is None else found[1]
+
+    def coded(
+        self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, layout: str
+    ) -> tuple[CodedRows, torch.Tensor | None]:
+        """Return what a call returns, ``y`` ``[T, D]`` as codes and scales in that layout, as GroupQuant makes them."""
+        codes, scales, *summed = coded_norm(x, weight, residual, self.eps, self.rounding, layout)
+        return CodedRows(codes, scales), summed[0] if summed else None
