@@ -43,3 +43,9 @@ def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
     """Return codes (uint8) ``[N, K]`` of what :func:`pack_nibbles` made."""
     halves = packed.unflatten(-1, (-1, 1, UNIT // 2))
     return torch.cat((halves & 15, halves >> 4), -2).flatten(-3)
+
+
+def run_of(group: int, dtype: torch.dtype) -> int:
+    """Return how many input features a kernel's tile takes: a power of two that lies in one group."""
+    most = 32 if dtype == torch.float32 else 128
+    return min(most, group & -group) if group else most

@@ -14,6 +14,7 @@ shuffles eight codes, see quant/packed_codes.py. GPTQ writes g_idx also where gr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,11 +30,39 @@ PLAIN = ("plain", "plain_tensor")
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
+@dataclass(frozen=True)
+class Codes:
+    """Where a matrix's codes go, and which part of its ``in_features`` ``rows`` are; views into parameters.
+
+    ``weight`` ``[n, …]``, ``scale`` and ``zero`` ``[G, n]``, ``index`` int32 ``[k]``: of this rank.
+    """
+
+    layout: str
+    format: str
+    group_size: int
+    in_features: int
+    rows: slice
+    weight: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None = None
+    index: torch.Tensor | None = None
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return bits_of(self.format)
+
+
+def bits_of(format: str) -> int:
+    """Return how many bits a code of a format has."""
+    return 4 if format == "w4a16" else 8
+
+
 def aligned(layer: WeightOnlyLinear, cfg: Any) -> None:
     """Raise :class:`ArgumentError` where a rank's part begins or ends inside a word or a group."""
     if layer.layout in PLAIN:
         return
-    words = 32 // _bits(cfg)
+    words = 32 // bits_of(cfg.format)
     if layer.layout != "packed" or cfg.zero_point:
         for size, part in zip(layer.full_parts, layer.column_slices, strict=True):
             if part.start % words or part.stop % words:
@@ -45,95 +74,81 @@ def aligned(layer: WeightOnlyLinear, cfg: Any) -> None:
         raise ArgumentError(layer.kind, "in_features", given, f"parts of whole groups: multiples of {group}")
 
 
-def _bits(cfg: Any) -> int:
-    return 4 if cfg.format == "w4a16" else 8
+def layout_slots(held: Codes, full: int, read: slice, first: list[torch.Tensor]) -> Iterator[tuple[str, Slot]]:
+    """Yield the tensors of a matrix of ``full`` output features, of which ``read`` are held here.
 
-
-def layout_slots(
-    layer: WeightOnlyLinear, full: int, read: slice, local: slice, index: list[torch.Tensor]
-) -> Iterator[tuple[str, Slot]]:
-    """Yield the tensors of one part of ``full`` output features, of which ``read`` go to rows ``local``.
-
-    ``index`` is shared by the parts of a layer: the first one's groups of input features, once they were read.
+    ``first`` is shared by the matrices of one input: the first one's groups of input features, once they were read.
     """
-    if layer.layout in PLAIN:
-        yield "weight", Slot(layer.weight[local], (full, layer.in_features), (read, layer.row_slice))
-        scale = layer.weight_scale[0, local]
-        if layer.layout == "plain":
+    if held.layout in PLAIN:
+        yield "weight", Slot(held.weight, (full, held.in_features), (read, held.rows))
+        scale = held.scale[0]
+        if held.layout == "plain":
             yield "weight_scale", scale_slot(scale, full, read)
         else:
             count = scale.shape[0]
             yield "weight_scale", Slot(scale, (), (), lambda part: part.reshape(1).expand(count), wrong=wrong_scale)
         return
-    make = _compressed if layer.layout == "packed" else _words
-    yield from make(layer, full, read, local, index)
+    make = _compressed if held.layout == "packed" else _words
+    yield from make(held, full, read, first)
 
 
-def _words(
-    layer: WeightOnlyLinear, full: int, read: slice, local: slice, index: list[torch.Tensor]
-) -> Iterator[tuple[str, Slot]]:
+def _words(held: Codes, full: int, read: slice, first: list[torch.Tensor]) -> Iterator[tuple[str, Slot]]:
     """AutoAWQ's and GPTQ's tensors: input features first, zero points packed by output feature."""
-    cfg, awq, k, rows = layer.cfg, layer.layout == "awq", layer.in_features, layer.row_slice
-    bits = _bits(cfg)
-    words, size = 32 // bits, cfg.group_size or k
+    awq, k, rows, bits = held.layout == "awq", held.in_features, held.rows, held.bits
+    words, size = 32 // bits, held.group_size or k
     groups, some = k // size, slice(rows.start // size, -(-rows.stop // size))
     columns = slice(read.start // words, read.stop // words)
     store = _store(bits)
     if awq:
         weight = Slot(
-            layer.weight[local], (k, full // words), (rows, columns),
+            held.weight, (k, full // words), (rows, columns),
             lambda part: store(unpack_words(part, bits, 1, awq=True).t()),
         )  # fmt: skip
     else:
         row_words = slice(rows.start // words, -(-rows.stop // words))
         weight = Slot(
-            layer.weight[local], (k // words, full), (row_words, read),
-            lambda part: store(unpack_words(part, bits, 0).t()),
-        )  # fmt: skip
+            held.weight, (k // words, full), (row_words, read), lambda part: store(unpack_words(part, bits, 0).t())
+        )
     yield "qweight", weight
-    yield "scales", Slot(layer.weight_scale[:, local], (groups, full), (some, read), wrong=wrong_scale)
-    offset = int(layer.layout == "gptq") - (128 if bits == 8 else 0)
-    if layer.weight_zero is not None:
+    yield "scales", Slot(held.scale, (groups, full), (some, read), wrong=wrong_scale)
+    offset = int(held.layout == "gptq") - (128 if bits == 8 else 0)
+    if held.zero is not None:
         yield (
             "qzeros",
             Slot(
-                layer.weight_zero[:, local], (groups, full // words), (some, columns),
+                held.zero, (groups, full // words), (some, columns),
                 lambda part: (unpack_words(part, bits, 1, awq=awq) + offset).to(torch.int16),
             ),
         )  # fmt: skip
     if not awq:
-        yield "g_idx", _group_slot(layer, k, size, index)
+        yield "g_idx", _group_slot(held, size, first)
 
 
-def _compressed(
-    layer: WeightOnlyLinear, full: int, read: slice, local: slice, index: list[torch.Tensor]
-) -> Iterator[tuple[str, Slot]]:
+def _compressed(held: Codes, full: int, read: slice, first: list[torch.Tensor]) -> Iterator[tuple[str, Slot]]:
     """The tensors of compressed-tensors' pack-quantized: output features first."""
-    cfg, k, rows = layer.cfg, layer.in_features, layer.row_slice
-    bits = _bits(cfg)
-    words, size, store = 32 // bits, cfg.group_size or k, _store(bits)
-    groups, some = k // size, slice(rows.start // size, -(-rows.stop // size))
+    k, rows, bits = held.in_features, held.rows, held.bits
+    words, size, store = 32 // bits, held.group_size or k, _store(bits)
+    groups, some, own = k // size, slice(rows.start // size, -(-rows.stop // size)), rows.stop - rows.start
     yield (
         "weight_packed",
         Slot(
-            layer.weight[local], (full, -(-k // words)), (read, slice(rows.start // words, -(-rows.stop // words))),
-            lambda part: store(unpack_words(part, bits, 1)[:, : layer.local_in]),
+            held.weight, (full, -(-k // words)), (read, slice(rows.start // words, -(-rows.stop // words))),
+            lambda part: store(unpack_words(part, bits, 1)[:, :own]),
         ),
     )  # fmt: skip
-    scale = layer.weight_scale[:, local]
-    yield "weight_scale", Slot(scale, (full, groups), (read, some), lambda part: part.t(), wrong=wrong_scale)
-    yield "weight_shape", Slot(layer.weight_scale.new_empty(0, dtype=torch.int64), (2,), convert=_is([full, k]))
-    if layer.weight_zero is not None:
+    yield "weight_scale", Slot(held.scale, (full, groups), (read, some), lambda part: part.t(), wrong=wrong_scale)
+    yield "weight_shape", Slot(held.scale.new_empty(0, dtype=torch.int64), (2,), convert=_is([full, k]))
+    if held.zero is not None:
         columns, offset = slice(read.start // words, read.stop // words), 128 if bits == 8 else 0
         yield (
             "weight_zero_point",
             Slot(
-                layer.weight_zero[:, local], (full // words, groups), (columns, some),
+                held.zero, (full // words, groups), (columns, some),
                 lambda part: (unpack_words(part, bits, 0).t() - offset).to(torch.int16),
             ),
         )  # fmt: skip
-    if layer.group_index is not None:
-        yield "weight_g_idx", _group_slot(layer, k, size, index)
+    if held.index is not None:
+        yield "weight_g_idx", _group_slot(held, size, first)
 
 
 def _store(bits: int) -> Convert:
@@ -151,10 +166,11 @@ def _is(wanted: list[int]) -> Convert:
     return convert
 
 
-def _group_slot(layer: WeightOnlyLinear, k: int, size: int, index: list[torch.Tensor]) -> Slot:
-    if layer.group_index is not None:
-        return Slot(layer.group_index, (k,), convert=_groups_below(k // size, index))
-    return Slot(layer.weight_scale.new_empty(0, dtype=torch.int32), (k,), convert=_runs(size))
+def _group_slot(held: Codes, size: int, first: list[torch.Tensor]) -> Slot:
+    k = held.in_features
+    if held.index is not None:
+        return Slot(held.index, (k,), convert=_groups_below(k // size, first))
+    return Slot(held.scale.new_empty(0, dtype=torch.int32), (k,), convert=_runs(size))
 
 
 def _groups_below(count: int, first: list[torch.Tensor]) -> Convert:

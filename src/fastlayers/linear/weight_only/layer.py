@@ -23,7 +23,7 @@ from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.errors import ArgumentError, check_choice, check_fields, check_kind
 from fastlayers.linear.base import check_source, frozen
 from fastlayers.linear.quantised import QuantisedLinear, QuantisedLinearConfig
-from fastlayers.linear.weight_only.checkpoint import aligned, layout_slots
+from fastlayers.linear.weight_only.checkpoint import Codes, aligned, layout_slots
 from fastlayers.memory import allocate
 from fastlayers.quant.block_quant import E4M3, E4M3_MAX
 from fastlayers.quant.packed_codes import UNIT, pack_nibbles
@@ -199,8 +199,13 @@ class WeightOnlyLinear(QuantisedLinear):
     def slots(self) -> Iterator[tuple[str, Slot]]:
         """Yield the checkpoint tensors of every part, as its layout names and packs them, and ``bias``."""
         index: list[torch.Tensor] = []  # of the parts read so far: all must be one
+        cfg, zero = self.cfg, self.weight_zero
         for prefix, full, read, local in self.parts():
-            for name, slot in layout_slots(self, full, read, local, index):
+            held = Codes(
+                self.layout, cfg.format, cfg.group_size, self.in_features, self.row_slice, self.weight[local],
+                self.weight_scale[:, local], None if zero is None else zero[:, local], self.group_index,
+            )  # fmt: skip
+            for name, slot in layout_slots(held, full, read, index):
                 yield f"{prefix}{name}", slot
             if self.bias is not None:
                 yield f"{prefix}bias", Slot(self.bias[local], (full,), (read,))
@@ -269,7 +274,7 @@ class WeightOnlyLinear(QuantisedLinear):
 
         weight, scale, zero, index = self.operands()
         assert weight is not None and scale is not None
-        return decoded(self.cfg, weight, scale, zero, index, scaled=True).to(dtype)
+        return decoded(self.cfg.format, self.cfg.group_size, weight, scale, zero, index, scaled=True).to(dtype)
 
     def operands(self) -> tuple[torch.Tensor | None, ...]:
         """Return the weight, its scales, its zero points and the groups of input features."""

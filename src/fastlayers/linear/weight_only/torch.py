@@ -12,23 +12,26 @@ from fastlayers.quant.packed_codes import unpack_nibbles
 
 
 def decoded(
-    cfg: WeightOnlyLinearConfig, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None,
-    index: torch.Tensor | None, *, scaled: bool,
+    format: str, group_size: int, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None,
+    index: torch.Tensor | None = None, *, scaled: bool = True,
 ) -> torch.Tensor:  # fmt: skip
-    """Return fp32 ``(code - zero) · scale`` ``[N, K]``; without ``scaled`` a scale per channel is left out."""
+    """Return fp32 ``(code - zero) · scale`` ``[..., N, K]``; without ``scaled`` a scale per channel is left out.
+
+    ``scale`` and ``zero`` are ``[..., G, N]``.
+    """
     if weight.dtype == E4M3:
         codes = decode_e4m3(weight)
     else:
-        codes = (unpack_nibbles(weight) if cfg.format == "w4a16" else weight).float()
-    if not cfg.group_size:
-        codes -= ZERO[cfg.format] if zero is None else zero[0, :, None]
-        return codes.mul_(scale[0, :, None]) if scaled else codes
+        codes = (unpack_nibbles(weight) if format == "w4a16" else weight).float()
+    if not group_size:
+        codes -= ZERO[format] if zero is None else zero.mT
+        return codes.mul_(scale.mT) if scaled else codes
     if index is not None:
-        codes -= ZERO[cfg.format] if zero is None else zero.t()[:, index]
-        return codes.mul_(scale.t()[:, index])
-    grouped = codes.view(codes.shape[0], -1, cfg.group_size)
-    grouped -= ZERO[cfg.format] if zero is None else zero.t()[..., None]
-    grouped *= scale.t()[..., None]
+        codes -= ZERO[format] if zero is None else zero.mT[..., index]
+        return codes.mul_(scale.mT[..., index])
+    grouped = codes.unflatten(-1, (-1, group_size))
+    grouped -= ZERO[format] if zero is None else zero.mT[..., None]
+    grouped *= scale.mT[..., None]
     return codes
 
 
@@ -51,7 +54,9 @@ class TorchWeightOnlyLinear:
         for start in range(0, n, step):
             some = slice(start, start + step)
             zero = None if weight_zero is None else weight_zero[:, some]
-            w = decoded(cfg, weight[some], weight_scale[:, some], zero, group_index, scaled=False)
+            w = decoded(
+                cfg.format, cfg.group_size, weight[some], weight_scale[:, some], zero, group_index, scaled=False
+            )
             y[:, some] = F.linear(rows, w.to(cfg.dtype).float() if cfg.group_size else w)
         if not cfg.group_size:
             y.mul_(weight_scale[0])

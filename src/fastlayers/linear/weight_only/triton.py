@@ -19,47 +19,14 @@ from fastlayers.errors import check_keys
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.linear.triton_gemm import TARGET_PROGRAMS, Tile, add_splits_kernel, tile_origin
 from fastlayers.linear.weight_only.layer import ZERO, WeightOnlyLinearConfig
+from fastlayers.linear.weight_only.triton_codes import decode, load_tile, scales_of
 from fastlayers.operators import operator
+from fastlayers.quant.packed_codes import run_of
 from fastlayers.runtime.launch import kernel
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, dot, release_dependents
 
 MAX_VECTOR_ROWS = 4
 PARAMETERS = ("VECTOR", "BLOCK_M", "BLOCK_N", "SPLITS", "num_warps", "num_stages", "AHEAD", "BYTES")
-
-
-@triton.jit
-def _e4m3_bits(code):
-    """Return the fp32 values of e4m3 codes in uint8, also on cards without instructions for e4m3."""
-    code = code.to(tl.uint32)
-    # Exponent and mantissa where fp32 has them, 120 too low in the exponent; subnormals come out right, too.
-    value = (((code & 0x80) << 24) | ((code & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
-    return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
-
-
-@triton.jit
-def _decode(code, scale, zero, dtype: tl.constexpr, GROUPED: tl.constexpr, E4M3: tl.constexpr):
-    """Return weights rounded to ``dtype`` where groups have scales, else codes less their zero points: exact."""
-    value = _e4m3_bits(code) if E4M3 else code.to(tl.float32)
-    value -= zero
-    return cast(value * scale, dtype) if GROUPED else cast(value, dtype)
-
-
-@triton.jit
-def _scales(scale_ptr, zero_ptr, group, column, N, ZERO: tl.constexpr, HAS_ZERO: tl.constexpr):
-    """Return scales and zero points of (group, column), which broadcast against each other."""
-    at = group.to(tl.int64) * N + column
-    scale = tl.load(scale_ptr + at)
-    zero = tl.load(zero_ptr + at).to(tl.float32) if HAS_ZERO else tl.full(scale.shape, ZERO, tl.float32)
-    return scale, zero
-
-
-@triton.jit
-def _tile(pointers, k, K, EVEN_K: tl.constexpr):
-    """Load what lies at input features ``k``; K is a multiple of 32 where codes are nibbles: no byte is half inside."""
-    if EVEN_K:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=k < K, other=0)
 
 
 @kernel(do_not_specialize=("M",))
@@ -86,28 +53,28 @@ def _weight_only_kernel(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     # Weights are the left factor: it may come from registers, in which they are decoded.
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    channel, middle = _scales(scale_ptr, zero_ptr, known * 0, known, N, ZERO, HAS_ZERO)
+    channel, middle = scales_of(scale_ptr, zero_ptr, known * 0, known, N, ZERO, HAS_ZERO)
     await_inputs(PDL)
     release_dependents(PDL)
     for block in range(first, last):
         k = block * BLOCK_K + low
-        x = _tile(x_columns + k[:, None], k[:, None], K, EVEN_K)
-        packed = _tile(weight_rows + block * CODES, k[None, :], K, EVEN_K)
+        x = load_tile(x_columns + k[:, None], k[:, None], K, EVEN_K)
+        packed = load_tile(weight_rows + block * CODES, k[None, :], K, EVEN_K)
         if INDEXED:
-            group = _tile(index_ptr + k, k, K, EVEN_K)[None, :]
-            scale, zero = _scales(scale_ptr, zero_ptr, group, known, N, ZERO, HAS_ZERO)
+            group = load_tile(index_ptr + k, k, K, EVEN_K)[None, :]
+            scale, zero = scales_of(scale_ptr, zero_ptr, group, known, N, ZERO, HAS_ZERO)
         elif GROUP > 0:
-            scale, zero = _scales(scale_ptr, zero_ptr, known * 0 + block * BLOCK_K // GROUP, known, N, ZERO, HAS_ZERO)
+            scale, zero = scales_of(scale_ptr, zero_ptr, known * 0 + block * BLOCK_K // GROUP, known, N, ZERO, HAS_ZERO)
         else:
             scale, zero = channel, middle
         half = packed & 15 if NIBBLES else packed
-        acc = dot(_decode(half, scale, zero, dtype, GROUP > 0, E4M3), x, acc)
+        acc = dot(decode(half, scale, zero, dtype, GROUP > 0, E4M3), x, acc)
         if NIBBLES:
-            x = _tile(x_columns + (k + 16)[:, None], k[:, None], K, EVEN_K)
+            x = load_tile(x_columns + (k + 16)[:, None], k[:, None], K, EVEN_K)
             if INDEXED:
-                group = _tile(index_ptr + k + 16, k, K, EVEN_K)[None, :]
-                scale, zero = _scales(scale_ptr, zero_ptr, group, known, N, ZERO, HAS_ZERO)
-            acc = dot(_decode(packed >> 4, scale, zero, dtype, GROUP > 0, E4M3), x, acc)
+                group = load_tile(index_ptr + k + 16, k, K, EVEN_K)[None, :]
+                scale, zero = scales_of(scale_ptr, zero_ptr, group, known, N, ZERO, HAS_ZERO)
+            acc = dot(decode(packed >> 4, scale, zero, dtype, GROUP > 0, E4M3), x, acc)
     if GROUP == 0:
         acc *= channel
     if SPLITS == 1 and HAS_BIAS:
@@ -123,9 +90,9 @@ def _held(
     CODES: tl.constexpr, FEATURES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Return a tile of codes ``[BLOCK_N, GROUPS, BYTES]`` with scales and zero points ``[BLOCK_N, GROUPS, 1]``."""
-    packed = _tile(weight_rows + tile * CODES, tile * FEATURES + low, K, EVEN_K)
+    packed = load_tile(weight_rows + tile * CODES, tile * FEATURES + low, K, EVEN_K)
     at = tl.minimum(tile * (FEATURES // GROUP) + group, K // GROUP - 1) if GROUPED else group * 0
-    scale, zero = _scales(scale_ptr, zero_ptr, at, column, N, ZERO, HAS_ZERO)
+    scale, zero = scales_of(scale_ptr, zero_ptr, at, column, N, ZERO, HAS_ZERO)
     return packed, scale, zero
 
 
@@ -164,14 +131,14 @@ def _weight_only_vector_kernel(
         packed, scale, zero = held[i]  # type: ignore[misc]
         k = i * FEATURES + low
         half = packed & 15 if NIBBLES else packed
-        weight = _decode(half, scale, zero, dtype, GROUPED, E4M3).to(tl.float32)
-        other = _decode(packed >> 4, scale, zero, dtype, GROUPED, E4M3).to(tl.float32) if NIBBLES else weight
+        weight = decode(half, scale, zero, dtype, GROUPED, E4M3).to(tl.float32)
+        other = decode(packed >> 4, scale, zero, dtype, GROUPED, E4M3).to(tl.float32) if NIBBLES else weight
         added = ()
         for row in tl.static_range(ROWS):
             x_row = x_ptr + (row % M) * x_stride + k
-            total = sums[row] + _tile(x_row, k, K, EVEN_K).to(tl.float32) * weight
+            total = sums[row] + load_tile(x_row, k, K, EVEN_K).to(tl.float32) * weight
             if NIBBLES:
-                total += _tile(x_row + 16, k, K, EVEN_K).to(tl.float32) * other
+                total += load_tile(x_row + 16, k, K, EVEN_K).to(tl.float32) * other
             added = added + (total,)
         sums = added
     bias = tl.zeros([BLOCK_N], tl.float32)
@@ -182,12 +149,6 @@ def _weight_only_vector_kernel(
         if not GROUPED:
             y *= tl.load(scale_ptr + tl.minimum(column, N - 1))
         tl.store(y_ptr + row * N + column, cast(y + bias, y_ptr.dtype.element_ty), mask=(column < N) & (row < M))
-
-
-def _run(group: int, dtype: torch.dtype) -> int:
-    """Return how many input features a tile takes: a power of two that lies in one group."""
-    most = 32 if dtype == torch.float32 else 128
-    return min(most, group & -group) if group else most
 
 
 @lru_cache(maxsize=4096)
@@ -255,7 +216,7 @@ def _weight_only(
         c = rule(m, n, k, x.dtype, format, group, index is not None)
     nibbles, launch, grouped = format == "w4a16", dependent_launch(x.device), group > 0
     codes = weight.view(torch.uint8) if format == "fp8_w8a16" else weight
-    addend, zeros, run = y if bias is None else bias, scale if zero is None else zero, _run(group, x.dtype)
+    addend, zeros, run = y if bias is None else bias, scale if zero is None else zero, run_of(group, x.dtype)
     same = {
         "ZERO": ZERO[format], "HAS_ZERO": zero is not None, "HAS_BIAS": bias is not None, "NIBBLES": nibbles,
         "E4M3": format == "fp8_w8a16",
