@@ -39,7 +39,7 @@ from fastlayers.tuning.table import find
 from fastlayers_models.blocks import CausalLM, Decoder, DecoderLayer, ModelContext, SwiGLU
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.config import DeepseekConfig
-from fastlayers_models.experts import PlacedRows, placement_of, route, routed_rows
+from fastlayers_models.experts import PlacedRows, placement_of, quant_of_experts, route, routed_rows
 from fastlayers_models.loading import load_model
 
 
@@ -96,7 +96,10 @@ def fused_experts(context: DeepseekContext, name: str) -> int:
         if context.device.type != "cuda":
             return 0
         sizes = config.hidden_size, config.moe_intermediate_size // parallel.moe_tp.size, config.n_routed_experts
-        cfg = FusedMoEConfig(*sizes, config.num_experts_per_tok, count, spec.format, dtype=context.dtype)
+        cfg = FusedMoEConfig(
+            *sizes, config.num_experts_per_tok, count, spec.format, dtype=context.dtype, group_size=spec.group_size,
+            zero_point=spec.zero_point,
+        )  # fmt: skip
         return count if find("fused_moe", cfg.tuning_key(), as_device(context.device)) is not None else 0
     return count if context.fuse_shared else 0
 
@@ -132,7 +135,7 @@ class DeepseekMoE(nn.Module):
             config.num_experts_per_tok,
             num_shared=(fused := fused_experts(context, name)),
             scaling_factor=config.routed_scaling_factor,
-            quant=config.quant.for_module(f"{name}.experts.0.gate_proj"),
+            quant=quant_of_experts(config.quant, f"{name}.experts", config.n_routed_experts),
             ep=parallel.ep,
             tp=parallel.moe_tp,
             placement=placement_of(context, config.n_routed_experts),

@@ -30,6 +30,7 @@ from fastlayers.errors import ArgumentError
 from fastlayers.moe.placement.moves import all_ranks, connect, move_experts
 from fastlayers.moe.placement.planner import plan_placement
 from fastlayers.moe.placement.table import ExpertPlacement
+from fastlayers.quant.spec import QuantSpec
 
 log = logging.getLogger(__name__)
 Routed = tuple[torch.Tensor, torch.Tensor]  # the weights of a token's experts, and their ids or slots
@@ -54,6 +55,24 @@ def experts_held(parallel: fl.ParallelSpec, num_experts: int) -> set[int]:
         return set(range(num_experts)[parallel.ep.part(num_experts, "experts")])
     placement = ExpertPlacement(num_experts, parallel.ep, parallel.eplb, "cpu")
     return set(placement.logical[placement.own_slots])
+
+
+def quant_of_experts(quant: QuantSpec, name: str, count: int) -> QuantSpec:
+    """Return the number format of all experts ``name.E.gate_proj``, …: one for all, as their weights are one tensor.
+
+    Raises
+    ------
+    ArgumentError
+        A rule keeps some of them as they are, and not others.
+    """
+    parts = ("gate_proj", "up_proj", "down_proj")
+    first = quant.for_module(f"{name}.0.gate_proj")
+    if any(rule.startswith("re:") or "expert" in rule for rule in quant.skip):
+        for each in (f"{name}.{expert}.{part}" for expert in range(count) for part in parts):
+            if (other := quant.for_module(each)) != first:
+                given = f"{other.format} for {each}, {first.format} for {name}.0.gate_proj"
+                raise ArgumentError("FusedMoE", "quantization_config", given, "one format for all experts of a layer")
+    return first
 
 
 def route(router: fl.TopKRouter, x: torch.Tensor, valid: Any, placement: Any = None) -> Routed:

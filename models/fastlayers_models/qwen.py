@@ -27,7 +27,7 @@ from fastlayers.errors import ArgumentError, check_positive
 from fastlayers_models.blocks import CausalLM, Decoder, DecoderLayer, ModelContext, SwiGLU
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.config import GQA_DECODER, GQADecoderConfig, Size, check_experts, layer_windows
-from fastlayers_models.experts import PlacedRows, placement_of, route
+from fastlayers_models.experts import PlacedRows, placement_of, quant_of_experts, route
 from fastlayers_models.settings import COUNT, FLAG, MOST_POSITIONS, SIZE, Setting, read_settings, shown
 
 VL_TYPES = ("qwen2_5_vl", "qwen2_5_vl_text")
@@ -216,7 +216,7 @@ class QwenMoE(nn.Module):
             config.moe_intermediate_size,
             config.num_experts,
             config.num_experts_per_tok,
-            quant=config.quant.for_module(f"{name}.experts.0.gate_proj"),
+            quant=quant_of_experts(config.quant, f"{name}.experts", config.num_experts),
             ep=parallel.ep,
             tp=parallel.moe_tp,
             placement=placement_of(context, config.num_experts),

@@ -224,7 +224,7 @@ def test_a_spec_has_no_fields_of_other_formats(build: Any, words: str) -> None:
             "group_size is 128",
         ),
         (lambda: fl.WeightOnlyLinear.from_checkpoint({}, 64, 8, layout="awq", group_size=32), "with qweight"),
-        (lambda: fl.FusedMoE(64, 32, 4, 2, quant=QuantSpec("w4a16", group_size=32)), "format is 'w4a16'"),
+        (lambda: fl.FusedMoE(64, 32, 4, 2, quant=QuantSpec("w4a16", group_size=32)), "layout is 'plain'"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_named(build: Any, argument: str) -> None:

@@ -240,16 +240,33 @@ def test_converted_back_are_the_dequantised_weights(name: str, plain: Path, tmp_
     assert "quantization_config" not in json.loads((tmp_path / "made" / "config.json").read_text())
 
 
-def test_packed_experts_are_refused_and_run_once_converted(tmp_path: Path) -> None:
-    config = transformers.Qwen3MoeConfig(
-        **BASE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, mlp_only_layers=[0]
-    )
-    coded, dense = quantised(save_random(config, tmp_path / "plain"), tmp_path, LAYOUTS["awq"])
-    assert "model.layers.1.mlp.experts.3.up_proj.qweight" in tensors_of(coded)
-    with pytest.raises(ArgumentError, match=r"quant\.format is 'w4a16'; accepted: .* --format bf16"):
-        ours(coded)
+def moe_config(**more: Any) -> Any:
+    return transformers.Qwen3MoeConfig(
+        **BASE, head_dim=16, num_experts=4, num_experts_per_tok=2, mlp_only_layers=[0],
+        **{"moe_intermediate_size": 64} | more,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def plain_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random(moe_config(), tmp_path_factory.mktemp("experts"))
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if not LAYOUTS[name].shuffled])
+def test_experts_equal_hugging_face_on_dequantised_weights(name: str, plain_experts: Path, tmp_path: Path) -> None:
+    coded, dense = quantised(plain_experts, tmp_path, LAYOUTS[name])
+    names = tensors_of(coded)
+    assert any(f"model.layers.1.mlp.experts.3.up_proj.{word}" in names for word in ("qweight", "weight_packed"))
+    model = ours(coded)
+    held = [module for module in model.modules() if isinstance(module, fl.FusedMoE)]
+    assert [module.cfg.quant for module in held] == [f"w{LAYOUTS[name].bits}a16"] * (BASE["num_hidden_layers"] - 1)
+    check_like_hugging_face(stock(dense), model, batch=2, steps=16)
+
+
+def test_packed_experts_run_once_converted_too(plain_experts: Path, tmp_path: Path) -> None:
+    coded, dense = quantised(plain_experts, tmp_path, LAYOUTS["awq"])
     dequantize_checkpoint(coded, tmp_path / "made", torch.float32)
-    check_like_hugging_face(stock(dense), ours(tmp_path / "made"), batch=2, steps=16)
+    check_like_hugging_face(stock(dense), ours(tmp_path / "made"), batch=2, steps=4)
 
 
 def test_a_tensor_that_is_not_there_is_named_in_a_conversion(plain: Path, tmp_path: Path) -> None:

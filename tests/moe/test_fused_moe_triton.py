@@ -26,6 +26,8 @@ SHAPES = {
     "qwen3": FusedMoEConfig(2048, 768, 128, 8),
     "deepseek_v3_tp8": FusedMoEConfig(7168, 256, 256, 8, num_shared=1, quant="fp8_block"),
     "gpt_oss": FusedMoEConfig(2880, 2880, 32, 4, quant="mxfp4", activation="swiglu_oai", bias=True, interleaved=True),
+    "qwen3_w4a16": FusedMoEConfig(2048, 768, 128, 8, quant="w4a16", group_size=128),
+    "deepseek_v3_w8a16": FusedMoEConfig(7168, 256, 256, 8, num_shared=1, quant="w8a16"),
 }
 BLOCKS = LaunchConfig(Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2), band=1)
 WIDE_BLOCKS = LaunchConfig(Tile(16, 64, 128, 4, 2), Tile(16, 128, 128, 4, 2))
@@ -69,6 +71,13 @@ ALIGNED = LaunchConfig(Tile(16, 32, 128, 4, 2), Tile(16, 64, 32, 4, 2), band=1, 
         ("mxfp4_bf16", DIRECT),
         ("mxfp4_bf16", ALIGNED),
         ("mxfp4_halves_fp16", DIRECT),
+        ("w4a16", DIRECT),
+        ("w4a16_zeros_fp32", ALIGNED),
+        ("w4a16_128_shared_fp16", BLOCKS),
+        ("w4a16_channel", ALIGNED),
+        ("w8a16_odd", DIRECT),
+        ("w8a16_groups", WIDE_BLOCKS),
+        ("fp8_w8a16", DIRECT),
     ],
 )
 def test_every_plan_gives_the_reference(case: str, plan: LaunchConfig, monkeypatch: pytest.MonkeyPatch) -> None:

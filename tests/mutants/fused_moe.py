@@ -139,6 +139,45 @@ class NeighbouringScales(TorchFusedMoE):
         return replace(weights, w13_scale=weights.w13_scale.roll(1, -1))
 
 
+class CodesSwapped(TorchFusedMoE):
+    """Reads the high halves of packed codes first."""
+
+    def pack(self, weights: MoEWeights) -> MoEWeights:
+        """Exchange the nibbles of the first weight."""
+        if self.cfg.quant != "w4a16":
+            return weights
+        return replace(weights, w13=(weights.w13 >> 4) | (weights.w13 << 4))
+
+
+class ZeroOneOff(TorchFusedMoE):
+    """Takes zero points as GPTQ's files have them, one less."""
+
+    def pack(self, weights: MoEWeights) -> MoEWeights:
+        """Lower the second weight's."""
+        return weights if weights.w2_zero is None else replace(weights, w2_zero=weights.w2_zero - 1)
+
+
+class NextGroup(TorchFusedMoE):
+    """Takes the scales of the next group of inputs."""
+
+    def pack(self, weights: MoEWeights) -> MoEWeights:
+        """Roll the first weight's along the groups."""
+        if not self.cfg.group_size or weights.w13_scale is None:
+            return weights
+        return replace(weights, w13_scale=weights.w13_scale.roll(1, 1))
+
+
+class AnotherExpertsScales(TorchFusedMoE):
+    """Takes the scales and zero points of the expert beside."""
+
+    def pack(self, weights: MoEWeights) -> MoEWeights:
+        """Roll the second weight's."""
+        if self.cfg.quant != "w8a16" or weights.w2_scale is None:
+            return weights
+        zero = None if weights.w2_zero is None else weights.w2_zero.roll(1, 0)
+        return replace(weights, w2_scale=weights.w2_scale.roll(1, 0), w2_zero=zero)
+
+
 MUTANTS = {
     "swapped_experts": SwappedExperts,
     "swapped_halves": SwappedHalves,
@@ -155,4 +194,8 @@ MUTANTS = {
     "scale_exponent": ScaleExponent,
     "forgotten_interleave": ForgottenInterleave,
     "neighbouring_scales": NeighbouringScales,
+    "codes_swapped": CodesSwapped,
+    "zero_one_off": ZeroOneOff,
+    "next_group": NextGroup,
+    "another_experts_scales": AnotherExpertsScales,
 }

@@ -18,8 +18,8 @@ LAYOUTS = {
     "fp8_w8a16": ("plain_tensor", "plain"),
 }
 WEIGHT_ONLY = tuple(LAYOUTS)
-# Neither AutoAWQ nor GPTQ packs the head unless it says so.
-HEAD = "lm_head"
+# Neither AutoAWQ nor GPTQ packs the head unless it says so, nor what has one output: no words of codes.
+HEAD, GATE = "lm_head", "shared_expert_gate"
 Options = dict[str, Any]
 
 
@@ -59,7 +59,7 @@ def awq_options(config: Mapping[str, Any], kept: tuple[str, ...]) -> Options:
         raise _refuse("version", version, "'gemm'; other versions are packed for one kernel")
     if not _flag(config, "zero_point", True):
         raise _refuse("zero_point", False, "true: AutoAWQ's files hold zero points")
-    skip = (*kept, HEAD)
+    skip = (*kept, HEAD, GATE)
     return {"format": "w4a16", "layout": "awq", "group_size": _group_size(config), "zero_point": True, "skip": skip}
 
 
@@ -74,7 +74,7 @@ def gptq_options(config: Mapping[str, Any], kept: tuple[str, ...]) -> Options:
     group, head = _group_size(config), () if _flag(config, "lm_head", False) else (HEAD,)
     return {
         "format": f"w{bits}a16", "layout": layout, "group_size": group, "zero_point": True,
-        "act_order": _flag(config, "desc_act", False) and group > 0, "skip": (*kept, *_skipped(config), *head),
+        "act_order": _flag(config, "desc_act", False) and group > 0, "skip": (*kept, *_skipped(config), *head, GATE),
     }  # fmt: skip
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from fastlayers.linear.weight_only.layer import quantize_weight_only
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
-from fastlayers.moe.fused_moe.weights import GROUP, WEIGHT_ONLY, MoEWeights
+from fastlayers.moe.fused_moe.weights import GROUP, PLAIN_INPUTS, MoEWeights
+from fastlayers.quant.weight_only_config import WEIGHT_ONLY
 from fastlayers.registry.spec import BOUNDS, Bound, Case, Cost, LayerSpec, Oracle, place_of
 
 _HERE = "fastlayers.moe.fused_moe"
@@ -45,6 +47,16 @@ def _oai(
     )
 
 
+def _packed(
+    hidden: int, inner: int, experts: int, top_k: int, quant: str = "w4a16", num_shared: int = 0, group_size: int = 0,
+    zero_point: bool = False, scaling_factor: float = 1.0, bias: bool = False,
+) -> FusedMoEConfig:  # fmt: skip
+    return FusedMoEConfig(
+        hidden, inner, experts, top_k, num_shared, quant, bias=bias, scaling_factor=scaling_factor,
+        group_size=group_size, zero_point=zero_point,
+    )  # fmt: skip
+
+
 _TINY = FusedMoEConfig(64, 32, 8, 4, scaling_factor=2.5)
 _FP8 = FusedMoEConfig(256, 128, 4, 2, quant="fp8_block", scaling_factor=2.5)
 
@@ -78,11 +90,25 @@ CASES = (
     _case("mxfp4_halves_fp16", 5, _oai(64, 256, 4, 4, "mxfp4", interleaved=False), _FP16),
     _case("mxfp4_silu_factor", 3, FusedMoEConfig(64, 32, 8, 4, quant="mxfp4", scaling_factor=2.5), _FP32),
     _case("mxfp4_empty", 0, _oai(64, 32, 4, 2, "mxfp4")),
+    _case("w4a16", 7, _packed(64, 96, 8, 4, group_size=32, scaling_factor=2.5), load="filtered"),
+    _case("w4a16_zeros_fp32", 5, _packed(96, 64, 4, 2, group_size=32, zero_point=True, bias=True), _FP32, "filtered"),
+    _case("w4a16_128_shared_fp16", 3, _packed(128, 256, 4, 2, num_shared=1, group_size=128, zero_point=True), _FP16),
+    _case("w4a16_96", 9, _packed(96, 192, 4, 2, group_size=96), load="one"),
+    _case("w4a16_channel", 5, _packed(64, 160, 4, 2, zero_point=True, scaling_factor=2.5)),
+    _case("w4a16_oai", 3, replace(_packed(64, 64, 4, 2, group_size=64), activation="swiglu_oai"), load="filtered"),
+    _case("w4a16_empty", 0, _packed(64, 32, 4, 2, group_size=32)),
+    _case("w8a16_odd", 5, _packed(90, 50, 3, 2, "w8a16", num_shared=1)),
+    _case("w8a16_groups", 6, _packed(64, 128, 4, 2, "w8a16", group_size=64, zero_point=True)),
+    _case("fp8_w8a16", 5, _packed(72, 48, 4, 2, "fp8_w8a16", bias=True), _FP16, "filtered"),
     _case("qwen3_30b_decode", 16, _qwen3(), small=False),
     _case("qwen3_30b_prefill", 2048, _qwen3(), small=False),
     _case("qwen3_30b_fp8_decode", 16, _qwen3("fp8_block"), small=False),
     _case("qwen3_30b_fp8_chunk", 512, _qwen3("fp8_block"), load="filtered", small=False),
     _case("qwen3_30b_fp8_prefill", 2048, _qwen3("fp8_block"), small=False),
+    _case("qwen3_30b_w4a16_decode_1", 1, replace(_qwen3("w4a16"), group_size=128), small=False),
+    _case("qwen3_30b_w4a16_decode", 16, replace(_qwen3("w4a16"), group_size=128, zero_point=True), small=False),
+    _case("qwen3_30b_w4a16_prefill", 2048, replace(_qwen3("w4a16"), group_size=128), small=False),
+    _case("qwen3_30b_w8a16_decode", 64, _qwen3("w8a16"), small=False),
     _case("deepseek_v3_tp8_decode_1", 1, _v3("fp8_block"), small=False),
     _case("deepseek_v3_tp8_decode", 64, _v3("fp8_block"), load="filtered", small=False),
     _case("deepseek_v3_tp8_prefill", 2048, _v3("fp8_block"), small=False),
@@ -127,10 +153,13 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
 
     x = (random(tokens, hidden) * uniform(tokens, 1)).to(dtype)
     size = torch.linspace(0.6, 1.4, experts, device=device).view(-1, 1, 1)
-    s13 = s2 = b13 = b2 = None
+    s13 = s2 = b13 = b2 = z13 = z2 = None
     if cfg.quant == "none":
         w13 = (random(experts, 2 * inner, hidden).mul_(hidden**-0.5) * size).to(dtype)
         w2 = (random(experts, hidden, inner).mul_(inner**-0.5) * size).to(dtype)
+    elif cfg.quant in WEIGHT_ONLY:
+        w13, s13, z13 = _codes(cfg, random(experts, 2 * inner, hidden).mul_(hidden**-0.5) * size)
+        w2, s2, z2 = _codes(cfg, random(experts, hidden, inner).mul_(inner**-0.5) * size)
     elif cfg.quant == "mxfp4":
         w13, s13 = _mxfp4(experts, 2 * inner, hidden, generator, device)
         w2, s2 = _mxfp4(experts, hidden, inner, generator, device)
@@ -149,7 +178,24 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
     return {
         "x": x, "topk_weights": weights.to(device), "topk_ids": make_ids(case, on_host).to(device),
         "w13": w13, "w2": w2, "w13_scale": s13, "w2_scale": s2, "w13_bias": b13, "w2_bias": b2,
+        "w13_zero": z13, "w2_zero": z2,
     }  # fmt: skip
+
+
+def _codes(cfg: FusedMoEConfig, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Quantise ``[E, N, K]``, inputs and outputs of different size, off centre where zero points are stored."""
+    experts, n, k = weights.shape
+    off = 0.5 * cfg.zero_point * weights.std() * torch.linspace(-1, 1, n, device=weights.device)[:, None]
+    sizes = (
+        torch.linspace(0.5, 1.5, k, device=weights.device) * torch.linspace(1.3, 0.7, n, device=weights.device)[:, None]
+    )
+    # All experts at once as rows of one matrix, whose scales lie by group first.
+    found = quantize_weight_only(((weights + off) * sizes).flatten(0, 1), cfg.quant, cfg.group_size, cfg.zero_point)
+    scale, zero = (
+        None if each is None else each.unflatten(1, (experts, n)).transpose(0, 1).contiguous() for each in found[1:]
+    )
+    assert scale is not None
+    return found[0].unflatten(0, (experts, n)), scale, zero
 
 
 def _mxfp4(
@@ -168,7 +214,7 @@ def _mxfp4(
 
 def prepare(impl: Any, inputs: dict[str, Any]) -> Any:
     """Pack the weights (views of the inputs, or copies made once)."""
-    names = ("w13", "w2", "w13_scale", "w2_scale", "w13_bias", "w2_bias")
+    names = ("w13", "w2", "w13_scale", "w2_scale", "w13_bias", "w2_bias", "w13_zero", "w2_zero")
     return impl.pack(MoEWeights(*(inputs[name] for name in names)))
 
 
@@ -185,9 +231,11 @@ def cost(case: Case) -> Cost:
     pairs = routed + tokens * cfg.num_shared
     present = cfg.num_experts * (1 - (1 - 1 / cfg.num_experts) ** routed) + (cfg.num_shared if tokens else 0)
     flops = 2.0 * pairs * 3 * hidden * inner
-    element = {"none": dtype.itemsize, "mxfp4": 17 / 32}.get(cfg.quant, 1)
+    element = {"none": dtype.itemsize, "mxfp4": 17 / 32, "w4a16": 0.5}.get(cfg.quant, 1.0)
+    if cfg.quant in WEIGHT_ONLY and cfg.group_size:
+        element += (6 if cfg.zero_point else 4) / cfg.group_size
     minimum = present * 3 * hidden * inner * element + 2 * tokens * hidden * dtype.itemsize
-    partial = pairs * (2 * inner * (dtype.itemsize if cfg.quant in WEIGHT_ONLY else 1) + 2 * 4 * hidden)
+    partial = pairs * (2 * inner * (dtype.itemsize if cfg.quant in PLAIN_INPUTS else 1) + 2 * 4 * hidden)
     return Cost(flops, minimum, minimum + partial)
 
 

@@ -45,16 +45,17 @@ def experts_operator(name: str, kind: Callable[..., Any] = MoEWeights) -> Callab
     ----------
     name : str
     kind : class
-        Of ``packed``; made of six tensors, the last four of which may be ``None``.
+        Of ``packed``; made of eight tensors, all but the first two of which may be ``None``.
     """
 
     def register(function: Callable[..., Any]) -> Operator:
         def experts(
             hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor,
             w2: torch.Tensor, w13_scale: torch.Tensor | None, w2_scale: torch.Tensor | None,
-            w13_bias: torch.Tensor | None, w2_bias: torch.Tensor | None, cfg: str, numbers: list[int],
+            w13_bias: torch.Tensor | None, w2_bias: torch.Tensor | None, w13_zero: torch.Tensor | None,
+            w2_zero: torch.Tensor | None, cfg: str, numbers: list[int],
         ) -> torch.Tensor:  # fmt: skip
-            packed = kind(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias)
+            packed = kind(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias, w13_zero, w2_zero)
             y: torch.Tensor = function(hidden_states, topk_weights, topk_ids, packed, _config_of(cfg), numbers)
             return y
 
@@ -124,7 +125,7 @@ class ExpertsBackend:
         """
         tensors = (
             x, topk_weights, topk_ids, packed.w13, packed.w2, packed.w13_scale, packed.w2_scale, packed.w13_bias,
-            packed.w2_bias,
+            packed.w2_bias, packed.w13_zero, packed.w2_zero,
         )  # fmt: skip
         y: torch.Tensor
         if not self.experts.unwatched(*tensors):

@@ -20,7 +20,7 @@ from fastlayers.comm.parallel import Axis
 from fastlayers.errors import ArgumentError
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.weights import MoEWeights
-from fastlayers.quant.mxfp4.codes import BYTES, GROUP, groups_of
+from fastlayers.quant.mxfp4.codes import BYTES, GROUP
 from fastlayers.weights import Slot, wrong_exponent
 
 
@@ -62,22 +62,24 @@ def slots_of_stacked(
         yield names.down, Slot(experts.w2[expert].mT, (count, full, hidden), (one, inner))
 
 
-def part_of_groups(axis: Axis, extent: int, layer: str) -> slice:
-    """Return this rank's features of ``extent``: whole groups of 32, as evenly as they go.
+def part_of_groups(axis: Axis, extent: int, layer: str, group: int = GROUP, why: str = "for MXFP4") -> slice:
+    """Return this rank's features of ``extent``: whole groups, as evenly as they go; ``why`` they are not cut.
 
     Raises
     ------
     ArgumentError
-        ``extent`` is not a multiple of 32, or there are fewer groups than ranks.
+        ``extent`` is not whole groups, or there are fewer of them than ranks.
     """
-    groups = groups_of(extent, "intermediate_size", layer)
+    if extent < 1 or extent % group:
+        raise ArgumentError(layer, "intermediate_size", extent, f"a multiple of {group} {why}")
+    groups = extent // group
     if groups < axis.size:
         given = f"{extent} over {axis.size} ranks"
-        raise ArgumentError(layer, "intermediate_size", given, f"at least {GROUP} features a rank for MXFP4")
+        raise ArgumentError(layer, "intermediate_size", given, f"at least {group} features a rank {why}")
     # The first ranks take one more, so that the slowest rank has as little as possible to do.
     each, more = divmod(groups, axis.size)
     start = axis.rank * each + min(axis.rank, more)
-    return slice(start * GROUP, (start + each + (axis.rank < more)) * GROUP)
+    return slice(start * group, (start + each + (axis.rank < more)) * group)
 
 
 def slots_of_packed(

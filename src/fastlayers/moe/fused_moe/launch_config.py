@@ -9,8 +9,10 @@ from functools import lru_cache
 import torch
 
 from fastlayers.errors import check_keys
-from fastlayers.integers import next_power_of_2
+from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
+from fastlayers.quant.packed_codes import run_of
+from fastlayers.quant.weight_only_config import WEIGHT_ONLY
 
 # More tokens run in several chunks, so that the fp32 partial sums [T*k, D] stay below about 1 GiB.
 MAX_TOKENS = 4096
@@ -38,8 +40,8 @@ class Tile:
 class LaunchConfig:
     """Both GEMMs' tiles, and ``band``: how many blocks of pairs share the reading of weights.
 
-    ``splits`` programs share the columns of an output of the second GEMM (MXFP4, and ``first.m`` 1), ``splits1`` of the
-    first (``first.m`` 1, not MXFP4).
+    ``splits`` programs share the columns of an output of the second GEMM (packed weights, and ``first.m`` 1),
+    ``splits1`` of the first (``first.m`` 1, weights not packed).
     """
 
     first: Tile
@@ -92,6 +94,8 @@ def plan_for(tokens: int, cfg: FusedMoEConfig, wide: bool) -> LaunchConfig:
     pairs = min(tokens, MAX_TOKENS) * cfg.pairs_per_token
     if cfg.quant == "mxfp4":
         return _mxfp4_plan(pairs, small_batch, cfg, wide)
+    if cfg.quant in WEIGHT_ONLY:
+        return _packed_plan(pairs, small_batch, cfg, wide)
     if small_batch and not (wide and cfg.quant == "none"):
         return VECTORS if tokens == 1 and takes_vectors(cfg) else _pair_plan(pairs, cfg)
     average = -(-pairs // cfg.all_experts)
@@ -148,6 +152,27 @@ def _mxfp4_depth(cfg: FusedMoEConfig) -> int:
     return min(256, 1 << (min(cfg.hidden_size, cfg.intermediate_size) - 1).bit_length())
 
 
+def _packed_plan(pairs: int, small_batch: bool, cfg: FusedMoEConfig, wide: bool) -> LaunchConfig:
+    """As :func:`_mxfp4_plan`; a tile takes what lies in one group of inputs, at most 128. Not measured yet."""
+    average = cdiv(pairs, cfg.all_experts)
+    if wide:
+        m = 1 if small_batch else 16
+        return LaunchConfig(Tile(m, 16, 32, 4, 2), Tile(m, 64, 32, 4, 2))
+    depth, m = _packed_depth(cfg), 1 if small_batch else 16
+    while not small_batch and m < min(average, 128):
+        m *= 2
+    if m <= 32:
+        # Two products of few pairs: programs on each multiprocessor, if the columns of the second are shared.
+        splits = 2 if pairs * cdiv(cfg.hidden_size, 64) < 512 and cfg.intermediate_size >= 4 * depth else 1
+        return LaunchConfig(Tile(m, 32, depth, 4, 4), Tile(m, 64, depth, 4, 4), splits=splits if small_batch else 1)
+    return LaunchConfig(Tile(m, 64, depth, 8, 3), Tile(m, 128, depth, 8, 3))
+
+
+def _packed_depth(cfg: FusedMoEConfig) -> int:
+    """Return how many input features a step takes."""
+    return min(run_of(cfg.group_size, torch.bfloat16), next_power_of_2(min(cfg.hidden_size, cfg.intermediate_size)))
+
+
 def candidates(cfg: FusedMoEConfig, num_tokens: int) -> list[dict[str, int]]:
     """Return what the tuner tries for ``num_tokens`` tokens, the heuristic's plan first; at most 40.
 
@@ -157,6 +182,8 @@ def candidates(cfg: FusedMoEConfig, num_tokens: int) -> list[dict[str, int]]:
     plans = [plan_for(num_tokens, cfg, False)]
     if cfg.quant == "mxfp4":
         plans += _mxfp4_plans(cfg, num_tokens, pairs)
+    elif cfg.quant in WEIGHT_ONLY:
+        plans += _packed_plans(cfg, num_tokens, pairs)
     else:
         small_batch = num_tokens <= MAX_PAIR_TOKENS
         if small_batch and takes_vectors(cfg):
@@ -253,4 +280,26 @@ def _mxfp4_plans(cfg: FusedMoEConfig, num_tokens: int, pairs: int) -> list[Launc
             k = min(k, depth)
             for splits in (1, 2, 3) if m <= 16 and n2 == 64 else (1,):
                 plans.append(LaunchConfig(Tile(m, n1, k, warps, stages), Tile(m, n2, k, warps, stages), splits=splits))
+    return plans
+
+
+def _packed_plans(cfg: FusedMoEConfig, num_tokens: int, pairs: int) -> list[LaunchConfig]:
+    """Rows of weights of both products, depth, warps, stages; few pairs also one by one, with shared columns."""
+    heights, depth = _heights(pairs / cfg.all_experts, False), _packed_depth(cfg)
+    if num_tokens <= PAIR_LIMIT:
+        heights = [1, *heights]
+    plans = []
+    for m in heights:
+        if m <= 32:
+            shapes = [(32, 64, depth, 4, 4), (32, 64, depth, 4, 6), (64, 64, depth, 4, 3), (64, 128, depth, 8, 3)]
+            shapes += [(16, 32, depth, 4, 6), (32, 64, max(32, depth // 2), 4, 6)]
+        else:
+            # Four warps have no registers for the larger tiles.
+            shapes = [(64, 128, depth, 8, 3), (32, 64, depth, 4, 4), (32, 64, depth, 8, 4)]
+            shapes += [(64, 128, max(32, depth // 2), 8, 4)]
+        for n1, n2, k, warps, stages in shapes:
+            for splits in (1, 2) if m <= 16 and n2 == 64 else (1,):
+                for band in (8,) if m <= 32 else (1, 8):
+                    tiles = Tile(m, n1, k, warps, stages), Tile(m, n2, k, warps, stages)
+                    plans.append(LaunchConfig(*tiles, band, splits=splits))
     return plans

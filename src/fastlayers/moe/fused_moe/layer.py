@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,13 +49,14 @@ from fastlayers.errors import (
     check_tensor,
 )
 from fastlayers.layer import Layer
+from fastlayers.linear.weight_only.layer import FORMATS as CODES
 from fastlayers.memory import allocate
 from fastlayers.moe.fused_moe.backends import FUSED_MOE
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
+from fastlayers.moe.fused_moe.expert_slots import part_of_features, slots_of_experts
 from fastlayers.moe.fused_moe.gpt_oss_slots import (
     PackedExpertNames,
     StackedExpertNames,
-    part_of_groups,
     slots_of_packed,
     slots_of_stacked,
 )
@@ -63,8 +65,7 @@ from fastlayers.moe.placement.table import ExpertPlacement
 from fastlayers.quant.mxfp4.codes import BYTES
 from fastlayers.quant.mxfp4.codes import GROUP as MX_GROUP
 from fastlayers.quant.spec import NONE, QuantSpec
-from fastlayers.quant.weight_only_config import WEIGHT_ONLY
-from fastlayers.weights import Slot, wrong_scale
+from fastlayers.weights import Slot
 from fastlayers.weights_epoch import Packed
 
 _NAME = "FusedMoE"
@@ -101,7 +102,8 @@ class FusedMoE(Layer):
         Shared experts fused as further experts, each with weight 1. Not together with ``ep``, see
         :func:`why_not_fuse_shared`.
     quant : QuantSpec
-        ``none``, ``fp8_block`` (128×128 blocks), ``int8``, or ``mxfp4`` (stays packed in memory).
+        ``none``, ``fp8_block`` (128×128 blocks), ``int8``, or ``mxfp4`` (stays packed in memory). Weights alone as
+        :class:`~fastlayers.WeightOnlyLinear` has them: ``w4a16``, ``w8a16``, ``fp8_w8a16``; input features in order.
     activation : str
         ``"silu"``, or ``"swiglu_oai"`` with ``alpha`` and ``limit``.
     bias : bool
@@ -114,8 +116,8 @@ class FusedMoE(Layer):
         Ranks that split the experts: this rank holds ``num_experts / ep.size`` of them and returns its partial
         sum; pairs of other ranks' experts cost nothing.
     tp : Axis
-        Ranks that split every expert's intermediate dimension; the output is a partial sum. For mxfp4 in whole
-        groups of 32, the first ranks one more where they do not divide evenly.
+        Ranks that split every expert's intermediate dimension; the output is a partial sum. Packed weights in whole
+        groups (mxfp4: of 32), the first ranks one more where they do not divide evenly.
     placement : ExpertPlacement, optional
         Of these experts over ``ep``: this rank holds its slots' experts, and ``topk_ids`` are slots, as the placement
         returns them. Only where checkpoints hold one tensor per expert. Default: experts in their order, one slot each.
@@ -194,16 +196,12 @@ class FusedMoE(Layer):
             self.expert_slice = ep.part(num_experts, f"{_NAME} num_experts")
         else:
             self.expert_slice = placement.own_slots
-        if quant.format in WEIGHT_ONLY:
-            accepted = "an unquantised checkpoint: `fastlayers convert SRC DST --format bf16` multiplies experts out"
-            raise ArgumentError(_NAME, "quant.format", repr(quant.format), accepted)
-        if quant.format == "mxfp4":
-            self.column_slice = part_of_groups(tp, intermediate_size, _NAME)
-        else:
-            self.column_slice = tp.part(intermediate_size, f"{_NAME} intermediate_size")
+        self.column_slice = part_of_features(quant, intermediate_size, tp)
         local = self.column_slice.stop - self.column_slice.start
         if quant.format == "fp8_block":
             self._check_blocks(quant, local, intermediate_size, tp, num_shared)
+        # How the checkpoint packs weights alone of 4 or 8 bits.
+        self.layout = quant.layout
         self.intermediate_size = intermediate_size
         # A checkpoint that interleaves rows also holds all experts in one tensor.
         self.names = names or (PackedExpertNames() if interleaved else ExpertNames())
@@ -225,7 +223,8 @@ class FusedMoE(Layer):
         local_experts = self.expert_slice.stop - self.expert_slice.start
         cfg = FusedMoEConfig(
             hidden_size, local, local_experts, top_k, num_shared, quant.format, quant.scale_fmt, activation, alpha,
-            limit, bias, scaling_factor, interleaved, dtype or torch.get_default_dtype(),
+            limit, bias, scaling_factor, interleaved, dtype or torch.get_default_dtype(), quant.group_size,
+            quant.zero_point,
         )  # fmt: skip
         self.choose(FUSED_MOE, cfg, device, backend)
         self.dtype = dtype or torch.get_default_dtype()
@@ -259,8 +258,10 @@ class FusedMoE(Layer):
         cfg = self.cfg
         experts, inner, hidden = cfg.all_experts, cfg.intermediate_size, cfg.hidden_size
         formats = {"none": self.dtype, "fp8_block": torch.float8_e4m3fn, "int8": torch.int8, "mxfp4": torch.uint8}
-        # Two codes of four bits a byte, 16 bytes a scale.
-        widths = [(n // MX_GROUP, BYTES) if cfg.quant == "mxfp4" else (n,) for n in (hidden, inner)]
+        formats |= CODES
+        # Two codes of four bits a byte; of MXFP4 16 bytes a scale.
+        packed = {"mxfp4": lambda n: (n // MX_GROUP, BYTES), "w4a16": lambda n: (n // 2,)}
+        widths = [packed.get(cfg.quant, lambda n: (n,))(n) for n in (hidden, inner)]
 
         def parameter(fill: int, dtype: torch.dtype, *shape: int) -> nn.Parameter:
             return nn.Parameter(allocate(_NAME, "weights", shape, dtype, device, fill), requires_grad=False)
@@ -281,6 +282,12 @@ class FusedMoE(Layer):
             self.w13_scale = parameter(0, torch.uint8, experts, 2 * inner, hidden // MX_GROUP)
             self.w2_scale = parameter(0, torch.uint8, experts, hidden, inner // MX_GROUP)
             self.scale_names = ("w13_scale", "w2_scale")
+        elif cfg.quant in CODES:
+            shapes = [(experts, n // (cfg.group_size or n), rows) for n, rows in ((hidden, 2 * inner), (inner, hidden))]
+            self.w13_scale, self.w2_scale = (parameter(1, torch.float32, *shape) for shape in shapes)
+            self.scale_names = ("w13_scale", "w2_scale")
+            if cfg.zero_point:
+                self.w13_zero, self.w2_zero = (parameter(0, torch.int16, *shape) for shape in shapes)
         if cfg.bias:
             self.w13_bias = parameter(0, self.dtype, experts, 2 * inner)
             self.w2_bias = parameter(0, self.dtype, experts, hidden)
@@ -290,7 +297,10 @@ class FusedMoE(Layer):
         scales = [None, None] if self.scale_names is None else [getattr(self, n) for n in self.scale_names]
         # Under tp the output is a sum over ranks: one of them adds the second bias.
         b2 = self.w2_bias if self.cfg.bias and self.adds_bias else None
-        return MoEWeights(self.w13, self.w2, scales[0], scales[1], self.w13_bias if self.cfg.bias else None, b2)
+        b13, (z13, z2) = self.w13_bias if self.cfg.bias else None, (None, None)
+        if self.cfg.zero_point:
+            z13, z2 = self.w13_zero, self.w2_zero
+        return MoEWeights(self.w13, self.w2, scales[0], scales[1], b13, b2, z13, z2)
 
     def finalize(self) -> None:
         """Let the backend pack the loaded weights: zero-copy, or in a layout of its own, which replaces them.
@@ -366,62 +376,16 @@ class FusedMoE(Layer):
             first, part = self.expert_slice.start, self.column_slice
             yield from slots_of_stacked(self.names, self.cfg, self.weights(), whole, first, part)
             return
+        held, parts = replace(self.weights(), w2_bias=self.w2_bias if self.cfg.bias else None), self.names.parts
+        slots_of = partial(
+            slots_of_experts, held, self.cfg, self.intermediate_size, self.column_slice, layout=self.layout
+        )
         known = range(self.num_experts) if self.placement is None else self.placement.logical
         for local, expert in enumerate(known[self.expert_slice]):
-            gate, up, down = (self.names.expert.format(e=expert, part=part) for part in self.names.parts)
-            yield from self._expert_slots((gate, up, down), slice(local, local + 1), 1)
-        if self.cfg.num_shared:
-            gate, up, down = (self.names.shared.format(part=part) for part in self.names.parts)
-            shared = slice(self.cfg.num_experts, self.cfg.all_experts)
-            yield from self._expert_slots((gate, up, down), shared, self.cfg.num_shared)
-
-    def _expert_slots(self, names: tuple[str, str, str], experts: slice, count: int) -> Iterator[tuple[str, Slot]]:
-        """Yield the slots of ``count`` experts that the checkpoint stores as one MLP of ``count * I`` features."""
-        full, hidden, read = self.intermediate_size, self.cfg.hidden_size, self.column_slice
-        for half, name in enumerate(names[:2]):
-            yield f"{name}.weight", self._rows(self.w13, half, experts, count, full, read, (hidden,))
-        yield f"{names[2]}.weight", self._columns(self.w2, experts, count, full, read, hidden)
-        if self.cfg.quant == "fp8_block":
-            blocks, wide = -(-full // GROUP), -(-hidden // GROUP)
-            part = slice(read.start // GROUP, -(-read.stop // GROUP))
-            for half, name in enumerate(names[:2]):
-                slot = self._rows(self.w13_scale_inv, half, experts, count, blocks, part, (wide,))
-                yield f"{name}.weight_scale_inv", replace(slot, wrong=wrong_scale)
-            slot = self._columns(self.w2_scale_inv, experts, count, blocks, part, wide)
-            yield f"{names[2]}.weight_scale_inv", replace(slot, wrong=wrong_scale)
-        if self.cfg.quant == "int8":
-            for half, name in enumerate(names[:2]):
-                slot = self._rows(self.w13_scale, half, experts, count, full, read, ())
-                yield f"{name}.weight_scale", _flattened(slot)
-            # One scale per output channel, shared by the parts of the input.
-            slot = Slot(self.w2_scale[experts], (hidden,), convert=lambda s: s.expand(count, -1))
-            yield f"{names[2]}.weight_scale", _flattened(slot)
-        if self.cfg.bias:
-            for half, name in enumerate(names[:2]):
-                yield f"{name}.bias", self._rows(self.w13_bias, half, experts, count, full, read, ())
-            yield f"{names[2]}.bias", Slot(self.w2_bias[experts.start], (hidden,))
-
-    @staticmethod
-    def _rows(
-        parameter: torch.Tensor, half: int, experts: slice, count: int, full: int, read: slice, rest: tuple[int, ...]
-    ) -> Slot:
-        """Return the slot of gate (half 0) or up (half 1) rows; ``full`` rows per expert, ``read`` of them here."""
-        size = read.stop - read.start
-        dest = parameter[experts, half * size : (half + 1) * size]
-        if count == 1:
-            return Slot(dest[0], (full, *rest), (read,))
-        return Slot(dest, (count * full, *rest), convert=lambda part: part.unflatten(0, (count, full))[:, read])
-
-    @staticmethod
-    def _columns(parameter: torch.Tensor, experts: slice, count: int, full: int, read: slice, hidden: int) -> Slot:
-        """Return the slot of the down projection: ``full`` columns per expert, ``read`` of them here."""
-        if count == 1:
-            return Slot(parameter[experts][0], (hidden, full), (slice(0, hidden), read))
-        return Slot(
-            parameter[experts],
-            (hidden, count * full),
-            convert=lambda part: part.unflatten(1, (count, full))[:, :, read].transpose(0, 1),
-        )
+            yield from slots_of([self.names.expert.format(e=expert, part=part) for part in parts], local, 1)
+        if count := self.cfg.num_shared:
+            names = [self.names.shared.format(part=part) for part in parts]
+            yield from slots_of(names, self.cfg.num_experts, count)
 
     def forward(self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of each token's experts.
@@ -488,9 +452,3 @@ class FusedMoE(Layer):
 
     def _local_ids(self, topk_ids: torch.Tensor) -> torch.Tensor:
         return topk_ids - self.expert_slice.start
-
-
-def _flattened(slot: Slot) -> Slot:
-    """Return the slot of one scale a row, which may be stored as ``[N]`` or ``[N, 1]``."""
-    inner = slot.convert or (lambda rows: rows)
-    return replace(slot, convert=lambda rows: inner(rows.reshape(-1)), wrong=wrong_scale)

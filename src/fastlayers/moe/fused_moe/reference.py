@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from fastlayers.linear.weight_only.layer import WeightOnlyLinearConfig
+from fastlayers.linear.weight_only.reference import ReferenceWeightOnlyLinear
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.weights import MoEWeights, dequantize, gate_and_up, round_activations
+from fastlayers.quant.weight_only_config import WEIGHT_ONLY
 
 
 class ReferenceFusedMoE:
@@ -39,10 +42,18 @@ class ReferenceFusedMoE:
         """Return the first product as the activation reads it: here exactly."""
         return gate_up
 
+    def _product(self, x: torch.Tensor, packed: MoEWeights, name: str, expert: int) -> torch.Tensor:
+        cfg = self.cfg
+        weight, scale, zero = packed.of(name, expert)
+        if cfg.quant not in WEIGHT_ONLY or scale is None:
+            return x @ dequantize(weight, scale, cfg.quant, 2 if name == "w13" else 1).float().T
+        sizes, dtype = (x.shape[-1], scale.shape[-1]), cfg.dtype or torch.float32
+        own = WeightOnlyLinearConfig(*sizes, False, dtype, cfg.quant, cfg.group_size, cfg.zero_point)
+        return ReferenceWeightOnlyLinear(own)(x, weight, scale, zero, None, None)
+
     def _expert(self, expert: int, x: torch.Tensor, packed: MoEWeights) -> torch.Tensor:
         cfg = self.cfg
-        scales = [None if s is None else s[expert] for s in (packed.w13_scale, packed.w2_scale)]
-        gate_up = self.rounded(x @ dequantize(packed.w13[expert], scales[0], cfg.quant, 2).float().T)
+        gate_up = self.rounded(self._product(x, packed, "w13", expert))
         if packed.w13_bias is not None:
             gate_up = gate_up + packed.w13_bias[expert].float()
         gate, up = gate_and_up(gate_up, cfg.interleaved)
@@ -51,8 +62,7 @@ class ReferenceFusedMoE:
         else:
             gate, up = gate.clamp(max=cfg.limit), up.clamp(min=-cfg.limit, max=cfg.limit)
             inner = gate / (1 + torch.exp(-cfg.alpha * gate)) * (up + 1)
-        inner = round_activations(inner, cfg.quant, cfg.scale_fmt)
-        out = inner @ dequantize(packed.w2[expert], scales[1], cfg.quant, 1).float().T
+        out = self._product(round_activations(inner, cfg.quant, cfg.scale_fmt), packed, "w2", expert)
         return out if packed.w2_bias is None else out + packed.w2_bias[expert].float()
 
 

@@ -41,6 +41,9 @@ class SwizzledWeights:
     w2_scale: torch.Tensor
     w13_bias: torch.Tensor | None = None
     w2_bias: torch.Tensor | None = None
+    # Of other formats: whatever takes experts' weights has a place for them.
+    w13_zero: torch.Tensor | None = None
+    w2_zero: torch.Tensor | None = None
 
     @cached_property
     def rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from fastlayers.moe.align.torch import align
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.experts_operator import ExpertsBackend, experts_operator
-from fastlayers.moe.fused_moe.weights import MoEWeights, activate, dequantize, round_activations
+from fastlayers.moe.fused_moe.weights import MoEWeights, activate, expert_weights, round_activations
 
 # Gathered weights of one step of the blocked path: at most this many elements.
 GATHER_LIMIT = 1 << 26
@@ -41,14 +41,12 @@ def append_shared(
 
 
 def _expert(x: torch.Tensor, packed: MoEWeights, expert: int, cfg: FusedMoEConfig) -> torch.Tensor:
-    s13 = None if packed.w13_scale is None else packed.w13_scale[expert]
-    s2 = None if packed.w2_scale is None else packed.w2_scale[expert]
     b13 = None if packed.w13_bias is None else packed.w13_bias[expert].to(x.dtype)
     b2 = None if packed.w2_bias is None else packed.w2_bias[expert].to(x.dtype)
-    gate_up = F.linear(x, dequantize(packed.w13[expert], s13, cfg.quant, 2, x.dtype), b13)
+    gate_up = F.linear(x, expert_weights(packed, "w13", expert, cfg, x.dtype), b13)
     inner = activate(gate_up, cfg.activation, cfg.alpha, cfg.limit, cfg.interleaved)
     inner = round_activations(inner, cfg.quant, cfg.scale_fmt)
-    return F.linear(inner, dequantize(packed.w2[expert], s2, cfg.quant, 1, x.dtype), b2)
+    return F.linear(inner, expert_weights(packed, "w2", expert, cfg, x.dtype), b2)
 
 
 def _groups(x: torch.Tensor, packed: MoEWeights) -> bool:
@@ -161,14 +159,11 @@ class TorchFusedMoE(ExpertsBackend):
 
     def _blocks(self, x: torch.Tensor, experts: torch.Tensor, packed: MoEWeights) -> torch.Tensor:
         cfg = self.cfg
-        s13, s2, b13, b2 = (
-            None if tensor is None else tensor[experts]
-            for tensor in (packed.w13_scale, packed.w2_scale, packed.w13_bias, packed.w2_bias)
-        )
-        gate_up = torch.bmm(x, dequantize(packed.w13[experts], s13, cfg.quant, 2, x.dtype).mT)
+        b13, b2 = (None if tensor is None else tensor[experts] for tensor in (packed.w13_bias, packed.w2_bias))
+        gate_up = torch.bmm(x, expert_weights(packed, "w13", experts, cfg, x.dtype).mT)
         if b13 is not None:
             gate_up = gate_up + b13.unsqueeze(1).to(x.dtype)
         inner = activate(gate_up, cfg.activation, cfg.alpha, cfg.limit, cfg.interleaved)
         inner = round_activations(inner, cfg.quant, cfg.scale_fmt)
-        out = torch.bmm(inner, dequantize(packed.w2[experts], s2, cfg.quant, 1, x.dtype).mT)
+        out = torch.bmm(inner, expert_weights(packed, "w2", experts, cfg, x.dtype).mT)
         return out if b2 is None else out + b2.unsqueeze(1).to(x.dtype)

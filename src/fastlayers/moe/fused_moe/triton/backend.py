@@ -23,10 +23,12 @@ from fastlayers.moe.fused_moe.launch_config import MAX_TOKENS, LaunchConfig, pla
 from fastlayers.moe.fused_moe.token_chunks import token_chunks
 from fastlayers.moe.fused_moe.triton import grouped_gemm
 from fastlayers.moe.fused_moe.triton.mxfp4_gemm import mxfp4_experts
+from fastlayers.moe.fused_moe.triton.packed_gemm import packed_experts
 from fastlayers.moe.fused_moe.triton.pair_gemm import pair_experts
 from fastlayers.moe.fused_moe.triton.pair_vector import vector_experts
 from fastlayers.moe.fused_moe.triton.reduce import launch_reduce, reduce
-from fastlayers.moe.fused_moe.weights import EPS, FORMATS, GROUP, MoEWeights
+from fastlayers.moe.fused_moe.weights import EPS, FORMATS, GROUP, PLAIN_INPUTS, MoEWeights
+from fastlayers.quant.weight_only_config import WEIGHT_ONLY
 from fastlayers.runtime.launch import side_by_side
 from fastlayers.triton_lang import dependent_launch
 
@@ -149,6 +151,9 @@ def _chunk(
         partial = mxfp4_experts(x, weights, ids, packed, plan, oai, cfg.alpha, cfg.limit, cfg.interleaved)
         reduce(partial, ids, y, experts, factor, plan.splits)
         return
+    if quant in WEIGHT_ONLY:
+        reduce(packed_experts(x, weights, ids, packed, plan, cfg), ids, y, experts, factor, plan.splits)
+        return
     values, scale = (x, weights) if quant == "none" else _quantize(x, None, experts, quant, ue8m0)
     if plan.first.m == 0:
         vector_experts(x, weights, ids, packed, y, plan, oai, cfg.alpha, cfg.limit, factor, cfg.interleaved)
@@ -218,7 +223,9 @@ def _fused_moe(
 ) -> torch.Tensor:  # fmt: skip
     y = x.new_empty(*x.shape)
     how = tuple(numbers)
-    shared = 0 if cfg.num_shared == 0 or plan_of(how).by_pair else cfg.num_shared
+    # Kernels of single pairs find shared experts themselves, but for packed weights.
+    alone = plan_of(how).by_pair and cfg.quant not in WEIGHT_ONLY
+    shared = 0 if alone else cfg.num_shared
     weights, ids = _extend(topk_weights, topk_ids, cfg.num_experts, shared, cfg.scaling_factor)
     for part in token_chunks(x, weights, ids, y, MAX_TOKENS):
         _chunk(*part, how, packed, cfg)
@@ -267,6 +274,6 @@ class TritonFusedMoE(ExpertsBackend):
         )
 
     def _plan(self, tokens: int, wide: bool) -> LaunchConfig:
-        if self.plan is None or (wide and self.cfg.quant in ("none", "mxfp4")):
+        if self.plan is None or (wide and self.cfg.quant in PLAIN_INPUTS):
             return plan_for(tokens, self.cfg, wide)
         return self.plan

@@ -1,0 +1,274 @@
+"""Experts of weights alone of 4 and 8 bits: layouts by hand, parts of ranks, shared experts, memory, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import fastlayers as fl
+from fastlayers.comm.parallel import Axis
+from fastlayers.errors import ArgumentError, CheckpointError
+from fastlayers.linear.weight_only.layer import quantize_weight_only
+from fastlayers.moe.fused_moe.config import FusedMoEConfig
+from fastlayers.moe.fused_moe.gpt_oss_slots import StackedExpertNames
+from fastlayers.moe.fused_moe.triton.backend import TritonFusedMoE
+from fastlayers.moe.placement.planner import EplbConfig
+from fastlayers.moe.placement.table import ExpertPlacement
+from fastlayers.quant.block_quant import E4M3
+from fastlayers.quant.packed_codes import pack_words, unpack_nibbles
+from fastlayers.quant.spec import QuantSpec
+from fastlayers.weights import slots
+
+D, INNER, E, K, GROUP = 64, 96, 3, 2, 32
+FP32 = torch.float32
+Tensors = dict[str, torch.Tensor]
+PARTS = {"gate_proj": (INNER, D), "up_proj": (INNER, D), "down_proj": (D, INNER)}
+AWQ = QuantSpec("w4a16", group_size=GROUP, zero_point=True, layout="awq")
+GPTQ = QuantSpec("w4a16", group_size=GROUP, zero_point=True, layout="gptq")
+PACKED = QuantSpec("w4a16", group_size=GROUP, layout="packed")
+GPTQ_8 = QuantSpec("w8a16", group_size=GROUP, zero_point=True, layout="gptq_v2")
+CHANNEL = QuantSpec("w8a16", layout="plain")
+FP8 = QuantSpec("fp8_w8a16", layout="plain_tensor")
+SPECS = {"awq": AWQ, "gptq": GPTQ, "packed": PACKED, "gptq_8": GPTQ_8, "channel": CHANNEL, "fp8": FP8}
+
+
+def load(layer: fl.FusedMoE, tensors: Tensors) -> set[str]:
+    """Fill a layer as a loader does, and return the names that it read."""
+    model = torch.nn.Module()
+    model.mlp = torch.nn.Module()
+    model.mlp.experts = layer
+    read = set()
+    for name, slot in slots(model):
+        given = tensors[name]
+        assert slot.shape in (tuple(given.shape), tuple(given.shape[:1])), name
+        slot.fill(name, given[slot.index] if slot.index else given)
+        read.add(name)
+    return read
+
+
+def packed(name: str, weight: torch.Tensor, spec: QuantSpec) -> tuple[Tensors, torch.Tensor]:
+    """Return a matrix's tensors in a layout, and what they stand for."""
+    (n, k), bits = weight.shape, 4 if spec.format == "w4a16" else 8
+    if spec.layout == "plain_tensor":
+        scale = weight.abs().max() / 448
+        codes = (weight / scale).to(E4M3)
+        return {f"{name}.weight": codes, f"{name}.weight_scale": scale}, codes.float() * scale
+    stored, scale, zero = quantize_weight_only(weight, spec.format, spec.group_size, spec.zero_point)
+    scale = scale.half().float()
+    codes = (unpack_nibbles(stored) if bits == 4 else stored.int() + 128).int()
+    zeros = (
+        torch.full_like(scale, 8 if bits == 4 else 128) if zero is None else zero.float() + (128 if bits == 8 else 0)
+    )
+    spread = [each.t().repeat_interleave(k // each.shape[0], 1) for each in (zeros, scale)]
+    dense = (codes - spread[0]) * spread[1]
+    if spec.layout == "plain":
+        return {f"{name}.weight": stored, f"{name}.weight_scale": scale.t().contiguous()}, dense
+    if spec.layout == "packed":
+        shape = torch.tensor([n, k])
+        return {
+            f"{name}.weight_packed": pack_words(codes, bits, 1), f"{name}.weight_scale": scale.t().contiguous(),
+            f"{name}.weight_shape": shape,
+        }, dense  # fmt: skip
+    awq, less = spec.layout == "awq", int(spec.layout == "gptq")
+    found = {
+        f"{name}.qweight": pack_words(codes.t(), bits, int(awq), awq=awq), f"{name}.scales": scale.half(),
+        f"{name}.qzeros": pack_words((zeros - less).int(), bits, 1, awq=awq),
+    }  # fmt: skip
+    return found if awq else found | {f"{name}.g_idx": (torch.arange(k) // (spec.group_size or k)).int()}, dense
+
+
+def checkpoint(spec: QuantSpec, shared: int = 0) -> tuple[Tensors, Tensors]:
+    """Return experts in a layout, and dequantised."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {f"mlp.experts.{e}.{part}": shape for e in range(E) for part, shape in PARTS.items()}
+    for part, (n, k) in PARTS.items() if shared else ():
+        shapes[f"mlp.shared_experts.{part}"] = (n, k * shared) if part == "down_proj" else (n * shared, k)
+    coded, dense = {}, {}
+    for name, shape in shapes.items():
+        # Zero points of one less than 0 are none.
+        weight = torch.randn(shape, generator=generator) * torch.linspace(0.1, 0.5, shape[1]) + 0.01
+        tensors, dense[name] = packed(name, weight, spec)
+        coded |= tensors
+    return coded, dense
+
+
+def inputs(tokens: int = 5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.stack([torch.randperm(E, generator=generator)[:K] for _ in range(tokens)]).int()
+    return torch.randn(tokens, D, generator=generator), torch.rand(tokens, K, generator=generator) + 0.1, ids
+
+
+def expected(dense: Tensors, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, shared: bool) -> torch.Tensor:
+    def mlp(prefix: str, x: torch.Tensor) -> torch.Tensor:
+        gate, up, down = (dense[f"{prefix}.{part}"] for part in PARTS)
+        return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+    y = torch.stack([
+        sum(weights[t, j] * mlp(f"mlp.experts.{int(ids[t, j])}", x[t]) for j in range(K)) for t in range(len(x))
+    ])  # fmt: skip
+    return y + mlp("mlp.shared_experts", x) if shared else y
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
+@pytest.mark.parametrize("layout", ["awq", "gptq"])
+def test_layouts_by_hand(layout: str, backend: str) -> None:
+    """One code apart from its zero point in each output feature: each product is a scale times one x."""
+    awq, n = layout == "awq", 32
+    places = torch.arange(n) * 5 % n
+    tensors: Tensors = {}
+    for name, (far, zero, scales) in {
+        "0.gate_proj": (1, 5, (0.5, 2.0)), "0.up_proj": (2, 7, (1.0, 0.25)), "0.down_proj": (3, 1, (2.0,)),
+    }.items():  # fmt: skip
+        k = 32 * len(scales)
+        codes, where = torch.full((k, n), zero), places + (torch.arange(n) % len(scales)) * 32
+        codes[where, torch.arange(n)] += far
+        zeros = torch.full((len(scales), n), zero)
+        tensors |= {
+            f"mlp.experts.{name}.qweight": pack_words(codes, 4, int(awq), awq=awq),
+            f"mlp.experts.{name}.qzeros": pack_words(zeros - int(not awq), 4, 1, awq=awq),
+            f"mlp.experts.{name}.scales": torch.tensor(scales).half()[:, None].expand(-1, n).contiguous(),
+        }
+        tensors |= {} if awq else {f"mlp.experts.{name}.g_idx": (torch.arange(k) // 32).int()}
+    # Two groups of x, of which odd outputs read the second; the down projection has one group, and twice the outputs.
+    for part, dim in (("qweight", 1), ("qzeros", 1), ("scales", 1)):
+        down = f"mlp.experts.0.down_proj.{part}"
+        tensors[down] = torch.cat((tensors[down], tensors[down]), dim)
+    layer = fl.FusedMoE(64, n, 1, 1, quant=QuantSpec("w4a16", group_size=32, zero_point=True, layout=layout),
+                        dtype=FP32, backend=backend)  # fmt: skip
+    assert load(layer, tensors) == set(tensors)
+    x, odd = torch.randn(3, 64), torch.arange(n) % 2
+    picked = x[:, places + 32 * odd]
+    gate, up = picked * torch.where(odd == 1, 2.0, 0.5), 2 * picked * torch.where(odd == 1, 0.25, 1.0)
+    inner = F.silu(gate) * up
+    y = layer(x, torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int32))
+    torch.testing.assert_close(y, 6.0 * inner[:, places].repeat(1, 2), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shared", [0, 2])
+@pytest.mark.parametrize("name", SPECS)
+def test_tensor_parallel_ranks_sum_to_one(name: str, shared: int) -> None:
+    """Three groups of inner features over two ranks: the first has two of them."""
+    tensors, dense = checkpoint(SPECS[name], shared)
+    x, weights, ids = inputs()
+    total = torch.zeros(5, D)
+    for rank in range(2):
+        part = fl.FusedMoE(
+            D, INNER, E, K, num_shared=shared, scaling_factor=2.0, quant=SPECS[name], tp=Axis(2, rank), dtype=FP32
+        )
+        size = part.column_slice.stop - part.column_slice.start
+        assert size == (INNER // 2 if name in ("channel", "fp8") else (64, 32)[rank])
+        assert load(part, tensors) == set(tensors)
+        total += part(x, weights / 2.0, ids)
+    torch.testing.assert_close(total, expected(dense, x, weights, ids, shared > 0), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_expert_parallel_ranks_and_placements_sum_to_one(backend: str) -> None:
+    tensors, dense = checkpoint(AWQ)
+    x, weights, ids = inputs()
+    total = torch.zeros(5, D)
+    for rank in range(3):
+        part = fl.FusedMoE(D, INNER, E, K, quant=AWQ, ep=Axis(3, rank), dtype=FP32, backend=backend)
+        assert load(part, tensors) == {name for name in tensors if f".experts.{rank}." in name}
+        total += part(x, weights, ids)
+    torch.testing.assert_close(total, expected(dense, x, weights, ids, False), rtol=1e-4, atol=1e-4)
+    total = torch.zeros(5, D)
+    for rank in range(2):
+        placement = ExpertPlacement(E, Axis(2, rank), EplbConfig(num_redundant_experts=1), "cpu")
+        placed = fl.FusedMoE(
+            D, INNER, E, K, quant=AWQ, ep=Axis(2, rank), placement=placement, dtype=FP32, backend=backend
+        )
+        load(placed, tensors)
+        assert placed.w13_zero.shape[0] == 2
+        total += placed(x, weights, placement(ids, torch.arange(5)))
+    torch.testing.assert_close(total, expected(dense, x, weights, ids, False), rtol=1e-4, atol=1e-4)
+
+
+def test_weights_stay_packed_and_are_no_copies() -> None:
+    layer = fl.FusedMoE(D, INNER, E, K, quant=AWQ, dtype=FP32)
+    tensors, _ = checkpoint(AWQ)
+    load(layer, tensors)
+    layer.finalize()
+    assert layer.packed.w13.data_ptr() == layer.w13.data_ptr()
+    assert layer.packed.w2_zero.data_ptr() == layer.w2_zero.data_ptr()
+    words = sum(tensor.nbytes for name, tensor in tensors.items() if name.endswith("qweight"))
+    assert layer.w13.nbytes + layer.w2.nbytes == words
+    groups = E * (2 * INNER * D + D * INNER) // GROUP
+    assert sum(p.nbytes for p in layer.parameters()) == words + groups * 6
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_compiles_without_a_graph_break(backend: str) -> None:
+    layer = fl.FusedMoE(D, INNER, E, K, quant=AWQ, dtype=FP32, backend=backend)
+    load(layer, checkpoint(AWQ)[0])
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(*inputs()), layer(*inputs()))
+    with pytest.raises(ArgumentError, match="gradient"):
+        x, weights, ids = inputs()
+        layer(x.requires_grad_(), weights, ids)
+
+
+def test_groups_and_tokens_out_of_reach_do_no_harm() -> None:
+    """Padding rows may hold anything; strided rows are read as they lie."""
+    layer = fl.FusedMoE(D, INNER, E, K, quant=PACKED, dtype=FP32, backend="triton")
+    load(layer, checkpoint(PACKED)[0])
+    x, weights, ids = inputs(7)
+    wide = torch.full((7, 2 * D), float("nan"))
+    wide[:, :D] = x
+    ids[3] = -1
+    y = layer(wide[:, :D], weights, ids)
+    assert bool((y[3] == 0).all()) and bool(y.isfinite().all())
+    assert torch.equal(y, layer(x, weights, ids))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"quant": QuantSpec("w4a16", group_size=32)}, r"layout is 'plain'; accepted: one of 'awq', 'gptq'"),
+        (
+            {"quant": QuantSpec("w4a16", group_size=32, layout="gptq", act_order=True)},
+            r"act_order is True; accepted: False; `fastlayers convert SRC DST --format bf16`",
+        ),
+        ({"quant": QuantSpec("w4a16", group_size=128, layout="awq")}, r"intermediate_size is 96; .* multiple of 128"),
+        ({"quant": QuantSpec("w4a16", group_size=96, layout="awq")}, r"hidden_size is 64; accepted: a multiple of 96"),
+        ({"quant": QuantSpec("w4a16", group_size=48, layout="awq")}, r"group_size is 48; .* multiple of 32"),
+        (
+            {"quant": AWQ, "tp": Axis(4, 0)},
+            r"96 over 4 ranks; accepted: at least 32 features a rank with w4a16: no group .* at most 3 ranks",
+        ),
+        ({"quant": AWQ, "interleaved": True}, r"interleaved is True with w4a16"),
+        ({"quant": QuantSpec("fp8_w8a16", group_size=32)}, r"group_size 32, zero_point False with fp8_w8a16"),
+        ({"quant": AWQ, "names": StackedExpertNames()}, "them for plain experts alone"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_is_named(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        fl.FusedMoE(D, INNER, E, K, **arguments)
+
+
+def test_other_formats_have_no_groups_and_files_must_fit() -> None:
+    with pytest.raises(ArgumentError, match="group_size 32, zero_point False with int8"):
+        FusedMoEConfig(64, 64, 4, 2, quant="int8", group_size=32)
+    layer, (tensors, _) = fl.FusedMoE(D, INNER, E, K, quant=GPTQ, dtype=FP32), checkpoint(GPTQ)
+    tensors["mlp.experts.1.up_proj.g_idx"] = tensors["mlp.experts.1.up_proj.g_idx"].flip(0)
+    with pytest.raises(CheckpointError, match="not in order of their groups of 32"):
+        load(layer, tensors)
+
+
+def test_a_table_may_hold_other_tiles_for_every_step() -> None:
+    """What the tuner tries gives the rule's result: blocks, single pairs, shared columns, shallow steps."""
+    layer = fl.FusedMoE(D, INNER, E, K, quant=AWQ, dtype=torch.bfloat16, backend="triton")
+    load(layer, checkpoint(AWQ)[0])
+    x, weights, ids = inputs(6)
+    x, packed = x.bfloat16(), layer.weights()
+    wanted = TritonFusedMoE(layer.cfg)(x, weights, ids, packed)
+    found = [TritonFusedMoE(layer.cfg, each) for each in TritonFusedMoE.candidates(layer.cfg, 6)]
+    shapes = {(each.plan.by_pair, each.plan.splits): each for each in found if each.plan is not None}
+    assert set(shapes) == {(True, 1), (True, 2), (False, 1), (False, 2)}
+    for each in shapes.values():
+        torch.testing.assert_close(each(x, weights, ids, packed), wanted, rtol=1e-2, atol=1e-2)
