@@ -205,7 +205,7 @@ def _layers() -> Iterator[Part]:
         ("gqa.e4m3", "gqa", "kv_dtype=torch.float8", 85), ("small_ops.turns", "small_ops", " ro[tu][at][re][yr] ", 40),
         ("small_ops", "small_ops", "^(?!.* ro[tu][at][re][yr] )", 125), ("fused_moe", "fused_moe", "", 220),
         ("fp8_linear.tp8", "fp8_linear", "DeepSeek-V3 tp8", 160), ("fp8_linear.tp1", "fp8_linear", "tp1", 135),
-        ("weight_only", "weight_only", "", 45), ("products", "products", "", 60),
+        ("weight_only", "weight_only", "", 65), ("products", "products", "", 60),
     )  # fmt: skip
     targets = {
         "mla": "16: row 7; 15: row 5",
@@ -340,6 +340,9 @@ def _ranks() -> Iterator[Part]:
 # DeepSeek-V3's experts with the shared one among them.
 _SHARED = "D=7168,E=256,top_k=8,num_shared=1,quant=fp8_block,scaling_factor=2.5"
 
+# Qwen3-30B-A3B's experts as AWQ and GPTQ pack them.
+_PACKED = "D=2048,I=768,E=128,top_k=8,quant=w4a16,group_size=128,dtype=bf16"
+
 
 def _tables() -> Iterator[Part]:
     """Ladders whose kernels have changed since they were measured; of the others nothing is measured again."""
@@ -350,6 +353,7 @@ def _tables() -> Iterator[Part]:
         ("gqa", "Qwen/Qwen3-8B Qwen/Qwen3-30B-A3B openai/gpt-oss-20b --layer gqa", PACKAGES),
         ("fused_moe_qwen3_30b", "Qwen/Qwen3-30B-A3B --layer fused_moe", ()),
         ("fused_moe_gpt_oss", "openai/gpt-oss-20b --layer fused_moe", ("triton_kernels",)),
+        ("fused_moe_w4a16", f"--layer fused_moe --shape {_PACKED}", ()),
         ("fused_moe_tp8", "deepseek-ai/DeepSeek-V3 --tp 8 --layer fused_moe", PACKAGES),
         ("fused_moe_257", f"--layer fused_moe --shape {_SHARED},I=256", PACKAGES),
         ("fused_moe_257_tp1", f"--layer fused_moe --shape {_SHARED},I=2048", PACKAGES),

@@ -225,7 +225,7 @@ def products() -> list[Item]:
 
 
 def weight_only() -> list[Item]:
-    """Weights alone of 4 and 8 bits, beside bf16."""
+    """Weights alone of 4 and 8 bits, linears' and experts', beside bf16."""
     formats = (("w4a16", 128, True), ("w4a16", 32, False), ("w8a16", 0, False), ("fp8_w8a16", 0, False))
     bf16, items = torch.bfloat16, []
     # Each count is kernels of its own, which take longer to compile than to time: of bytes the ends and the middle.
@@ -233,9 +233,12 @@ def weight_only() -> list[Item]:
     for k, n in ((4096, 6144), (12288, 4096), (4096, 24576)):
         name, dense = f"K={k},N={n}", LinearConfig(k, n, False, bf16, None)
         items.append(Item(name, "linear", dense, counts["w4a16"], (0,), ("triton",)))
-        for each in formats:
-            cfg = WeightOnlyLinearConfig(k, n, False, bf16, *each)
-            items.append(Item(name, "weight_only_linear", cfg, counts[each[0]], (0,), ("triton",)))
+        for format in formats:
+            cfg = WeightOnlyLinearConfig(k, n, False, bf16, *format)
+            items.append(Item(name, "weight_only_linear", cfg, counts[format[0]], (0,), ("triton",)))
+    experts = FusedMoEConfig(2048, 768, 128, 8, dtype=bf16)
+    for each in (experts, replace(experts, quant="w4a16", group_size=128)):
+        items.append(Item("experts", "fused_moe", each, (1, 16, 64, 512), (0,), ("triton",)))
     return items
 
 

@@ -200,17 +200,25 @@ def shared_experts() -> Found:
 
 
 def weights_alone() -> Found:
-    """Item 26: int8 and weights alone, tuned; what codes of four bits take where reading weights is the work."""
-    counts = [
-        len([*(RESULTS / "tuned" / layer).glob("*.json")]) for layer in ("int8_linear", "weight_only_linear")
-    ]  # fmt: skip
+    """Item 26: int8 and weights alone, tuned; what codes of four bits take where reading weights is the work.
+
+    Linears and experts, each against bf16 at the same shape.
+    """
+    tuned = RESULTS / "tuned"
+    found = ("int8_linear/*.json", "weight_only_linear/*.json", "fused_moe/*,w4a16,*.json")
+    counts = [len([*tuned.glob(pattern)]) for pattern in found]
     rows = [row for row in read("weight_only_h200.jsonl") if row.get("auto") and "key" in row]
-    wide = {(row["model"], row["tokens"]): row["us"] for row in rows if row["layer"] == "linear"}
+    wide = {(row["model"], row["tokens"]): row["us"] for row in rows if "a16" not in row["cfg"]}
     four = [row for row in rows if "w4a16" in row["cfg"] and row["tokens"] <= 16]
-    found = _share([(row["us"], wide[row["model"], row["tokens"]]) for row in four], "bf16")
-    if not all(counts) or found is None:
+    shares = [
+        _share([(row["us"], wide[row["model"], row["tokens"]]) for row in four if row["layer"] == layer], "bf16")
+        for layer in ("weight_only_linear", "fused_moe")
+    ]
+    if not all(counts) or shares[0] is None or shares[1] is None:
         return None
-    return f"tuned: int8 {counts[0]} shapes, weights alone {counts[1]}; 4 bits, up to 16 rows: {found[0]}", found[1]
+    text = f"tuned: int8 {counts[0]} shapes, weights alone {counts[1]}, their experts {counts[2]}"
+    text = f"{text}; 4 bits, up to 16 rows: {shares[0][0]}; experts: {shares[1][0]}"
+    return text, "; experts: ".join(part for part in (shares[0][1], shares[1][1]) if part)
 
 
 def narrow_rows() -> Found:

@@ -81,7 +81,8 @@ def test_figures_are_found_in_what_parts_write(figures: Any, tmp_path: Path) -> 
 def test_tables_are_found_where_tuners_write_them(figures: Any, tmp_path: Path) -> None:
     """Their files have the names that figures look for, and each of their layers' own kernels has something to try."""
     for part in import_module("parts").PARTS:
-        if part.name not in ("retune.fused_moe_257", "retune.int8_linear", "retune.weight_only_linear"):
+        names = ("fused_moe_257", "int8_linear", "weight_only_linear", "fused_moe_w4a16")
+        if part.name not in [f"retune.{name}" for name in names]:
             continue
         words = shlex.split(part.command)
         layer = words[words.index("--layer") + 1]
@@ -95,11 +96,11 @@ def test_tables_are_found_where_tuners_write_them(figures: Any, tmp_path: Path) 
     assert figures.shared_experts() is not None
     (shared,) = (figure for figure in figures.FIGURES if figure.item == 25)
     assert (tmp_path / shared.evidence).is_file()
-    rows = [("linear", "bf16"), ("weight_only_linear", "w4a16")]
+    rows = [("linear", "bf16"), ("weight_only_linear", "w4a16"), ("fused_moe", "w4a16")]
     text = "".join(
-        json.dumps({"key": cfg, "layer": layer, "cfg": cfg, "model": "m", "tokens": 4, "auto": True, "us": 9.0,
+        json.dumps({"key": layer, "layer": layer, "cfg": cfg, "model": "m", "tokens": 4, "auto": True, "us": 9.0,
                     "backend": "triton", "config": {}}) + "\n" for layer, cfg in rows
     )  # fmt: skip
     assert figures.weights_alone() is None
     (tmp_path / "weight_only_h200.jsonl").write_text(text)
-    assert "int8 1 shapes, weights alone 1" in figures.weights_alone()[0]
+    assert "int8 1 shapes, weights alone 1, their experts 1" in figures.weights_alone()[0]

@@ -186,6 +186,11 @@ def _more(layer: str) -> Iterator[Case]:
         yield from _at(layer, (64, 4096), GPT_OSS_TP2)
         yield from _at(layer, (64,), replace(GPT_OSS, dtype=FP16), replace(GPT_OSS, dtype=FP32))
         yield from _at(layer, (1024,), replace(GPT_OSS, dtype=FP32))
+        packed = replace(QWEN3_EXPERTS, quant="w4a16", group_size=128)
+        yield from _at(layer, (512, 1024, 4096), packed)
+        yield from _at(layer, (1, 64, 4096), replace(packed, group_size=32, zero_point=True))
+        yield from _at(layer, (16, 4096), replace(QWEN3_EXPERTS, quant="fp8_w8a16", dtype=FP16))
+        yield from _at(layer, (1, 16), replace(packed, dtype=FP32), replace(QWEN3_EXPERTS, quant="w8a16", bias=True))
 
 
 # Layers whose kernels compile in no time are recorded at every case; these at those of real sizes.

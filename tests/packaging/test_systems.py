@@ -365,12 +365,17 @@ def test_states_follow_from_figures(tool: Any, tmp_path: Path, monkeypatch: pyte
     put("products_h200.jsonl", row | {"backend": "triton"}, row | {"backend": "sgl_kernel", "us": 1.0})
     assert state(47)[1] == "not done: slower than sgl_kernel at 1 of 1 points"
     codes = {"model": "a", "auto": True, "backend": "triton", "config": {}, "tokens": 4}
-    put("weight_only_h200.jsonl", codes | {"key": "a", "layer": "linear", "cfg": "bf16", "us": 8.0},
-        codes | {"key": "b", "layer": "weight_only_linear", "cfg": "w4a16", "us": 9.0})  # fmt: skip
+    linears = [codes | {"key": "a", "layer": "linear", "cfg": "bf16", "us": 8.0},
+               codes | {"key": "b", "layer": "weight_only_linear", "cfg": "w4a16", "us": 9.0}]  # fmt: skip
+    put("weight_only_h200.jsonl", *linears)
     assert state(26)[1] == "not done: by hand"
-    for layer in ("int8_linear", "weight_only_linear"):
-        (tmp_path / "tuned" / layer).mkdir(parents=True)
-        (tmp_path / "tuned" / layer / "N=1.json").touch()
+    for layer, name in (("int8_linear", "N=1"), ("weight_only_linear", "N=1"), ("fused_moe", "E=1,w4a16,128,silu")):
+        (tmp_path / "tuned" / layer).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tuned" / layer / f"{name}.json").touch()
+    assert state(26)[1] == "not done: by hand"  # without experts
+    experts = {"layer": "fused_moe", "model": "b"}
+    put("weight_only_h200.jsonl", *linears, codes | experts | {"key": "c", "cfg": "quant='none'", "us": 8.0},
+        codes | experts | {"key": "d", "cfg": "quant='w4a16'", "us": 4.0})  # fmt: skip
     assert state(26)[1] == "not done: slower than bf16 at 1 of 1 points"
     step = {"what": "decode", "batch": 1, "tpot_ms": 5.0}
     load = {"what": "load", "gib": 9.0, "seconds": 2.0}

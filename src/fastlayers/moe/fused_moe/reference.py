@@ -26,34 +26,34 @@ class ReferenceFusedMoE:
     ) -> torch.Tensor:
         """Return ``y`` fp32 ``[T,D]``."""
         cfg = self.cfg
-        values = round_activations(x.float(), cfg.quant, cfg.scale_fmt)
+        values, dtype = round_activations(x.float(), cfg.quant, cfg.scale_fmt), cfg.dtype or x.dtype
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in range(cfg.num_experts):
             token, slot = torch.where(topk_ids == expert)
             if token.numel():
-                out = self._expert(expert, values[token], packed)
+                out = self._expert(expert, values[token], packed, dtype)
                 y[token] += cfg.scaling_factor * topk_weights[token, slot].unsqueeze(-1) * out
         real = ((topk_ids >= 0) & (topk_ids < cfg.num_experts)).any(-1)
         for expert in range(cfg.num_experts, cfg.all_experts):
-            y[real] += self._expert(expert, values[real], packed)
+            y[real] += self._expert(expert, values[real], packed, dtype)
         return y
 
     def rounded(self, gate_up: torch.Tensor) -> torch.Tensor:
         """Return the first product as the activation reads it: here exactly."""
         return gate_up
 
-    def _product(self, x: torch.Tensor, packed: MoEWeights, name: str, expert: int) -> torch.Tensor:
+    def _product(self, x: torch.Tensor, packed: MoEWeights, name: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
         cfg = self.cfg
         weight, scale, zero = packed.of(name, expert)
         if cfg.quant not in WEIGHT_ONLY or scale is None:
             return x @ dequantize(weight, scale, cfg.quant, 2 if name == "w13" else 1).float().T
-        sizes, dtype = (x.shape[-1], scale.shape[-1]), cfg.dtype or torch.float32
+        sizes = x.shape[-1], scale.shape[-1]
         own = WeightOnlyLinearConfig(*sizes, False, dtype, cfg.quant, cfg.group_size, cfg.zero_point)
         return ReferenceWeightOnlyLinear(own)(x, weight, scale, zero, None, None)
 
-    def _expert(self, expert: int, x: torch.Tensor, packed: MoEWeights) -> torch.Tensor:
+    def _expert(self, expert: int, x: torch.Tensor, packed: MoEWeights, dtype: torch.dtype) -> torch.Tensor:
         cfg = self.cfg
-        gate_up = self.rounded(self._product(x, packed, "w13", expert))
+        gate_up = self.rounded(self._product(x, packed, "w13", expert, dtype))
         if packed.w13_bias is not None:
             gate_up = gate_up + packed.w13_bias[expert].float()
         gate, up = gate_and_up(gate_up, cfg.interleaved)
@@ -62,7 +62,7 @@ class ReferenceFusedMoE:
         else:
             gate, up = gate.clamp(max=cfg.limit), up.clamp(min=-cfg.limit, max=cfg.limit)
             inner = gate / (1 + torch.exp(-cfg.alpha * gate)) * (up + 1)
-        out = self._product(round_activations(inner, cfg.quant, cfg.scale_fmt), packed, "w2", expert)
+        out = self._product(round_activations(inner, cfg.quant, cfg.scale_fmt), packed, "w2", expert, dtype)
         return out if packed.w2_bias is None else out + packed.w2_bias[expert].float()
 
 
