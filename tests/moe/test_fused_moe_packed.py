@@ -272,3 +272,13 @@ def test_a_table_may_hold_other_tiles_for_every_step() -> None:
     assert set(shapes) == {(True, 1), (True, 2), (False, 1), (False, 2)}
     for each in shapes.values():
         torch.testing.assert_close(each(x, weights, ids, packed), wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_what_was_not_measured_is_said() -> None:
+    cfg = FusedMoEConfig(2048, 768, 128, 8, quant="w4a16", group_size=128, dtype=torch.bfloat16)
+    for device in ("A100", "L40S", "H200", "B200"):
+        rows = {row.name: row for row in fl.backends("fused_moe", device=device, cfg=cfg)}
+        assert rows["triton"].hardware and rows["triton"].reason == "w4a16: not measured on a GPU yet"
+        assert "w4a16" in rows["deep_gemm"].reason or "sm_90" in rows["deep_gemm"].reason
+    plain = fl.backends("fused_moe", device="H200", cfg=FusedMoEConfig(2048, 768, 128, 8, dtype=torch.bfloat16))
+    assert not any("not measured" in row.reason for row in plain)

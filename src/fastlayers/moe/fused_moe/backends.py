@@ -14,6 +14,7 @@ from fastlayers.errors import dtype_name
 from fastlayers.moe.fused_moe import cutlass_schedules
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.weights import GROUP
+from fastlayers.quant.weight_only_config import WEIGHT_ONLY
 from fastlayers.registry import (
     REPEATS,
     TRITON_NEEDS,
@@ -119,6 +120,10 @@ def _triton(cfg: FusedMoEConfig, device: Device) -> str | None:
     return device.refuses_e4m3("e4m3 dots") if cfg.quant == "fp8_block" else None
 
 
+def _about_triton(cfg: FusedMoEConfig, device: Device) -> str:
+    return f"{cfg.quant}: not measured on a GPU yet" if cfg.quant in WEIGHT_ONLY else ""
+
+
 _HERE = "fastlayers.moe.fused_moe"
 # In other words: an inner value near the border of two codes may take the other one.
 _ROUNDS = "rounds the first product to bf16 before it is quantised"
@@ -191,7 +196,7 @@ FUSED_MOE = Registry(
     "fused_moe",
     [
         TRITON_KERNELS,
-        triton_backend(f"{_HERE}.triton.backend:TritonFusedMoE", _triton),
+        replace(triton_backend(f"{_HERE}.triton.backend:TritonFusedMoE", _triton), about=_about_triton),
         TRITON_SWIZZLED,
         *PACKAGES,
         torch_backend(f"{_HERE}.torch:TorchFusedMoE"),
