@@ -33,9 +33,11 @@ def test_words_by_hand() -> None:
     assert pack_words(codes, 4, 1, awq=True).tolist() == [[signed(0x86427531)]]
     assert pack_words(codes, 8, 1).tolist() == [[0x04030201, 0x08070605]]
     for bits, awq in ((4, False), (4, True), (8, False)):
-        for dim in (0, 1):
-            codes = torch.randint(0, 2**bits, (16, 24))
-            assert torch.equal(unpack_words(pack_words(codes, bits, dim, awq=awq), bits, dim, awq=awq), codes.int())
+        for dim, shape in ((0, (16, 24)), (1, (16, 24)), (0, (8, 1)), (1, (1, 8))):
+            codes = torch.randint(0, 2**bits, shape)
+            packed = pack_words(codes, bits, dim, awq=awq)
+            for each in (packed, packed.t().contiguous().t(), torch.stack((packed, packed), -1)[..., 1]):
+                assert torch.equal(unpack_words(each, bits, dim, awq=awq), codes.int())
     codes = torch.randint(0, 16, (3, 64))
     packed = pack_nibbles(codes)
     assert torch.equal(unpack_nibbles(packed), codes.to(torch.uint8))

@@ -13,14 +13,27 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 UNIT = 32
 
 
-def unpack_words(words: torch.Tensor, bits: int, dim: int, *, awq: bool = False) -> torch.Tensor:
-    """Return the unsigned codes (int32) of int32 ``words`` ``[A, B]``; dimension ``dim`` grows ``32 // bits``-fold."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+def unpack_codes(words: torch.Tensor, bits: int, dim: int, *, awq: bool = False) -> torch.Tensor:
+    """Return the unsigned codes (uint8) of int32 ``words`` ``[A, B]``; dimension ``dim`` grows ``32 // bits``-fold.
+
+    Byte by byte: a checkpoint's experts are tens of thousands of matrices.
+    """
+    # A copy: what is contiguous may have any stride along dimensions of size 1.
+    lines = words.movedim(dim, 0 if awq else -1).clone(memory_format=torch.contiguous_format)
+    data = lines.view(torch.uint8).unflatten(-1, (-1, 4))
     if awq:
-        # The field that each of eight codes is in.
-        shifts = shifts[torch.tensor(AWQ_ORDER, device=words.device).argsort()]
-    codes = (words.transpose(dim, -1)[..., None] >> shifts) & ((1 << bits) - 1)
-    return codes.flatten(-2).transpose(dim, -1)
+        # Fields 0, 2, 4, 6, 1, 3, 5, 7 of eight codes: byte 2h + l holds codes 4l + h and 4l + h + 2.
+        data = data.mT.contiguous()
+        codes = torch.stack((data & 15, data >> 4), 2).unflatten(1, (2, 2)).movedim(1, 3)
+        return codes.flatten(0, 3).movedim(0, dim)
+    if bits == 4:
+        data = torch.stack((data & 15, data >> 4), -1).flatten(-2)
+    return data.flatten(-2).movedim(-1, dim)
+
+
+def unpack_words(words: torch.Tensor, bits: int, dim: int, *, awq: bool = False) -> torch.Tensor:
+    """Return the same as int32, which may be added to."""
+    return unpack_codes(words, bits, dim, awq=awq).to(torch.int32)
 
 
 def pack_words(codes: torch.Tensor, bits: int, dim: int, *, awq: bool = False) -> torch.Tensor:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastlayers.errors import ArgumentError, CheckpointError
-from fastlayers.quant.packed_codes import UNIT, pack_nibbles, unpack_words
+from fastlayers.quant.packed_codes import UNIT, pack_nibbles, unpack_codes, unpack_words
 from fastlayers.weights import Slot, scale_slot, wrong_scale
 
 if TYPE_CHECKING:
@@ -102,12 +102,12 @@ def _words(held: Codes, full: int, read: slice, first: list[torch.Tensor]) -> It
     if awq:
         weight = Slot(
             held.weight, (k, full // words), (rows, columns),
-            lambda part: store(unpack_words(part, bits, 1, awq=True).t()),
+            lambda part: store(unpack_codes(part, bits, 1, awq=True).t()),
         )  # fmt: skip
     else:
         row_words = slice(rows.start // words, -(-rows.stop // words))
         weight = Slot(
-            held.weight, (k // words, full), (row_words, read), lambda part: store(unpack_words(part, bits, 0).t())
+            held.weight, (k // words, full), (row_words, read), lambda part: store(unpack_codes(part, bits, 0).t())
         )
     yield "qweight", weight
     yield "scales", Slot(held.scale, (groups, full), (some, read), wrong=wrong_scale)
@@ -133,7 +133,7 @@ def _compressed(held: Codes, full: int, read: slice, first: list[torch.Tensor]) 
         "weight_packed",
         Slot(
             held.weight, (full, -(-k // words)), (read, slice(rows.start // words, -(-rows.stop // words))),
-            lambda part: store(unpack_words(part, bits, 1)[:, :own]),
+            lambda part: store(unpack_codes(part, bits, 1)[:, :own]),
         ),
     )  # fmt: skip
     yield "weight_scale", Slot(held.scale, (full, groups), (read, some), lambda part: part.t(), wrong=wrong_scale)
@@ -152,7 +152,7 @@ def _compressed(held: Codes, full: int, read: slice, first: list[torch.Tensor]) 
 
 
 def _store(bits: int) -> Convert:
-    return (lambda codes: pack_nibbles(codes)) if bits == 4 else (lambda codes: (codes - 128).to(torch.int8))
+    return (lambda codes: pack_nibbles(codes)) if bits == 4 else (lambda codes: (codes ^ 128).view(torch.int8))
 
 
 def _is(wanted: list[int]) -> Convert:
