@@ -30,6 +30,7 @@ from fastlayers.device import as_device
 from fastlayers.errors import ArgumentError, check_kind, check_plain
 from fastlayers.linear.factory import linear
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
+from fastlayers.moe.fused_moe.expert_slots import part_of_features
 from fastlayers.moe.fused_moe.layer import why_not_fuse_shared
 from fastlayers.quant.block_quant import BLOCK
 from fastlayers.quant.spec import NONE
@@ -95,7 +96,8 @@ def fused_experts(context: DeepseekContext, name: str) -> int:
     if context.fuse_shared is None:
         if context.device.type != "cuda":
             return 0
-        sizes = config.hidden_size, config.moe_intermediate_size // parallel.moe_tp.size, config.n_routed_experts
+        part = part_of_features(spec, config.moe_intermediate_size, parallel.moe_tp)
+        sizes = config.hidden_size, part.stop - part.start, config.n_routed_experts
         cfg = FusedMoEConfig(
             *sizes, config.num_experts_per_tok, count, spec.format, dtype=context.dtype, group_size=spec.group_size,
             zero_point=spec.zero_point,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from fastlayers_models.convert import dequantize_checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent))
 from checkpoint_tools import Tensors, tensors_of, write
-from family_tools import BASE, check_like_hugging_face, ours, save_random, stock
+from family_tools import BASE, EP2, TP2, Grid, check_like_hugging_face, check_ranks, ours, save_random, stock
+from tiny_models import VARIATIONS, hf_config
 
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # Where AutoAWQ puts eight codes that follow each other: the k-th is in bits 4·PLACE[k] of the word.
@@ -155,19 +156,21 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random(transformers.Qwen3Config(**BASE, head_dim=16), tmp_path_factory.mktemp("plain"))
 
 
-def quantised(plain: Path, target: Path, layout: Layout) -> tuple[Path, Path]:
-    """Return a checkpoint in a layout, and one of the weights that its codes stand for."""
+def quantised(
+    plain: Path, target: Path, layout: Layout, parts: tuple[str, ...] = PARTS, **said: Any
+) -> tuple[Path, Path]:
+    """Return a checkpoint in a layout, ``parts`` of it, and one of the weights that its codes stand for."""
     config, weights = json.loads((plain / "config.json").read_text()), tensors_of(plain)
     coded, dense = dict(weights), dict(weights)
     for seed, name in enumerate(sorted(weights)):
         module = name.removesuffix(".weight")
-        if module.rsplit(".", 1)[-1] in PARTS:
+        if module.rsplit(".", 1)[-1] in parts:
             weight = coded.pop(name)
             size = layout.size or weight.shape[1]
             q = quantise(weight, layout.bits, size, layout.middle, layout.shuffled, seed)
             coded |= layout.tensors(module, q)
             dense[name] = q.weight()
-    write(target / "coded", config | {"quantization_config": layout.config}, coded)
+    write(target / "coded", config | {"quantization_config": layout.config | said}, coded)
     return target / "coded", write(target / "dense", config, dense)
 
 
@@ -240,10 +243,10 @@ def test_converted_back_are_the_dequantised_weights(name: str, plain: Path, tmp_
     assert "quantization_config" not in json.loads((tmp_path / "made" / "config.json").read_text())
 
 
-def moe_config(**more: Any) -> Any:
+def moe_config() -> Any:
     return transformers.Qwen3MoeConfig(
-        **BASE, head_dim=16, num_experts=4, num_experts_per_tok=2, mlp_only_layers=[0],
-        **{"moe_intermediate_size": 64} | more,
+        **BASE | {"intermediate_size": 128}, head_dim=16, num_experts=4, num_experts_per_tok=2, mlp_only_layers=[0],
+        moe_intermediate_size=64,
     )  # fmt: skip
 
 
@@ -261,6 +264,46 @@ def test_experts_equal_hugging_face_on_dequantised_weights(name: str, plain_expe
     held = [module for module in model.modules() if isinstance(module, fl.FusedMoE)]
     assert [module.cfg.quant for module in held] == [f"w{LAYOUTS[name].bits}a16"] * (BASE["num_hidden_layers"] - 1)
     check_like_hugging_face(stock(dense), model, batch=2, steps=16)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_deepseek_experts_beside_and_among_shared_ones(fused: bool, tmp_path: Path) -> None:
+    """Routers, the head and attention are as they were; two shared experts are one MLP in the file."""
+    variation = next(each for each in VARIATIONS if each.name == "v3_two_shared_all_moe")
+    sized = replace(variation, changes=variation.changes | {"vocab_size": BASE["vocab_size"]})
+    plain = save_random(hf_config(sized), tmp_path / "plain")
+    coded, dense = quantised(
+        plain, tmp_path, LAYOUTS["packed_4_zeros"], PARTS[4:], ignore=["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]
+    )
+    model = ours(coded, fuse_shared=fused)
+    held = [module for module in model.modules() if isinstance(module, fl.FusedMoE)]
+    assert [(each.cfg.quant, each.cfg.num_shared) for each in held] == 3 * [("w4a16", 2 * fused)]
+    check_like_hugging_face(stock(dense), model, batch=2, steps=8)
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq_zeros"])
+def test_qwen2_moe_keeps_the_gate_of_its_shared_expert(name: str, tmp_path: Path) -> None:
+    config = transformers.Qwen2MoeConfig(
+        **BASE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=64
+    )
+    coded, dense = quantised(save_random(config, tmp_path / "plain"), tmp_path, LAYOUTS[name])
+    check_like_hugging_face(stock(dense), ours(coded), batch=2, steps=8)
+
+
+@pytest.mark.parametrize("grid", [TP2, EP2], ids=str)
+def test_ranks_share_packed_experts(grid: Grid, plain_experts: Path, tmp_path: Path) -> None:
+    coded, _ = quantised(plain_experts, tmp_path, LAYOUTS["gptq_zeros"])
+    check_ranks(coded, grid)
+
+
+def test_experts_of_one_layer_have_one_format(plain_experts: Path, tmp_path: Path) -> None:
+    layout = LAYOUTS["awq"]
+    rules = ["mlp.gate", "model.layers.2.mlp.experts.3"]
+    coded, _ = quantised(plain_experts, tmp_path, layout, modules_to_not_convert=rules)
+    with pytest.raises(
+        ArgumentError, match=r"none for model\.layers\.2\.mlp\.experts\.3\.gate_proj, w4a16 for .* one format"
+    ):
+        ours(coded)
 
 
 def test_packed_experts_run_once_converted_too(plain_experts: Path, tmp_path: Path) -> None:
