@@ -5,7 +5,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fastlayers.triton_lang import cast
+from fastlayers.triton_lang import INTERPRET, cast
+
+# Four bytes of codes ($4) become pairs of 16-bit numbers, of low halves ($0, $1) and of high ones ($2, $3): the bits of
+# a code below those of 128 or 1024, and then less that number and the zero point ($5, $6). All of it is exact.
+CODES_TO_BF16 = tl.constexpr("""
+    {
+    .reg .b32 p, q, s;
+    prmt.b32 p, $4, 0, 0x4140;
+    prmt.b32 q, $4, 0, 0x4342;
+    lop3.b32 $0, p, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 $1, q, 0x000F000F, 0x43004300, 0xEA;
+    shr.b32 p, p, 4;
+    shr.b32 q, q, 4;
+    lop3.b32 $2, p, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 $3, q, 0x000F000F, 0x43004300, 0xEA;
+    mov.b32 s, 0x3F803F80;
+    fma.rn.bf16x2 $0, $0, s, $5;
+    fma.rn.bf16x2 $1, $1, s, $6;
+    fma.rn.bf16x2 $2, $2, s, $5;
+    fma.rn.bf16x2 $3, $3, s, $6;
+    }
+    """)
+CODES_TO_FP16 = tl.constexpr(
+    CODES_TO_BF16.value.replace("0x43004300", "0x64006400")
+    .replace("0x3F803F80", "0x3C003C00")
+    .replace("bf16x2", "f16x2")
+)
 
 
 @triton.jit
@@ -41,3 +67,34 @@ def load_tile(pointers, k, K, EVEN_K: tl.constexpr):
         return tl.load(pointers)
     else:
         return tl.load(pointers, mask=k < K, other=0)
+
+
+@triton.jit
+def halves_of(packed, zero, dtype: tl.constexpr):
+    """Return the low and the high codes of bytes ``[N, K]`` less their zero points ``[N, 1]``, exactly, in ``dtype``.
+
+    Two codes share a register; each costs about one and a half instructions.
+    """
+    if INTERPRET or dtype == tl.float32:
+        low, high = (packed & 15).to(tl.float32) - zero, (packed >> 4).to(tl.float32) - zero
+        return cast(low, dtype), cast(high, dtype)
+    elif dtype == tl.bfloat16:
+        offset = tl.broadcast_to((-128.0 - zero).to(dtype), packed.shape)
+        return tl.inline_asm_elementwise(
+            CODES_TO_BF16,
+            "=&r,=&r,=&r,=&r,r,r,r",
+            [packed, offset],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        offset = tl.broadcast_to((-1024.0 - zero).to(dtype), packed.shape)
+        return tl.inline_asm_elementwise(
+            CODES_TO_FP16,
+            "=&r,=&r,=&r,=&r,r,r,r",
+            [packed, offset],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )

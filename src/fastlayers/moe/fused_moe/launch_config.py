@@ -157,7 +157,7 @@ def _packed_plan(pairs: int, small_batch: bool, cfg: FusedMoEConfig, wide: bool)
     average = cdiv(pairs, cfg.all_experts)
     if wide:
         m = 1 if small_batch else 16
-        return LaunchConfig(Tile(m, 16, 32, 4, 2), Tile(m, 64, 32, 4, 2))
+        return LaunchConfig(Tile(m, 16, 32, 4, 2), Tile(m, 32, 32, 4, 2))
     depth, m = _packed_depth(cfg), 1 if small_batch else 16
     while not small_batch and m < min(average, 128):
         m *= 2
@@ -165,7 +165,12 @@ def _packed_plan(pairs: int, small_batch: bool, cfg: FusedMoEConfig, wide: bool)
         # Two products of few pairs: programs on each multiprocessor, if the columns of the second are shared.
         splits = 2 if pairs * cdiv(cfg.hidden_size, 64) < 512 and cfg.intermediate_size >= 4 * depth else 1
         return LaunchConfig(Tile(m, 32, depth, 4, 4), Tile(m, 64, depth, 4, 4), splits=splits if small_batch else 1)
-    return LaunchConfig(Tile(m, 64, depth, 8, 3), Tile(m, 128, depth, 8, 3))
+    return LaunchConfig(Tile(m, 64, depth, 8, 3), Tile(m, _packed_rows(m), depth, 8, 3))
+
+
+def _packed_rows(pairs: int) -> int:
+    """Return the most rows of the second product: a group's sums lie beside those of all groups in registers."""
+    return 128 if pairs <= 64 else 64
 
 
 def _packed_depth(cfg: FusedMoEConfig) -> int:
@@ -300,6 +305,6 @@ def _packed_plans(cfg: FusedMoEConfig, num_tokens: int, pairs: int) -> list[Laun
         for n1, n2, k, warps, stages in shapes:
             for splits in (1, 2) if m <= 16 and n2 == 64 else (1,):
                 for band in (8,) if m <= 32 else (1, 8):
-                    tiles = Tile(m, n1, k, warps, stages), Tile(m, n2, k, warps, stages)
+                    tiles = Tile(m, n1, k, warps, stages), Tile(m, min(n2, _packed_rows(m)), k, warps, stages)
                     plans.append(LaunchConfig(*tiles, band, splits=splits))
     return plans

@@ -9,8 +9,6 @@ there: padding and unused blocks are computed too.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch.nn import functional as F
 
@@ -40,11 +38,6 @@ def append_shared(
     extra = torch.where(valid.any(-1, keepdim=True), shared, -1)
     weight = topk_weights.new_full(extra.shape, 1.0 / cfg.scaling_factor)
     return torch.cat([topk_weights, weight], -1), torch.cat([ids, extra], -1)
-
-
-def with_dtype(cfg: FusedMoEConfig, x: torch.Tensor) -> FusedMoEConfig:
-    """Return a configuration that says what weights are rounded to: the dtype of the activations."""
-    return cfg if cfg.dtype is not None else replace(cfg, dtype=x.dtype)
 
 
 def _expert(x: torch.Tensor, packed: MoEWeights, expert: int, cfg: FusedMoEConfig) -> torch.Tensor:
@@ -105,7 +98,7 @@ def _loop(
             )
         ]
         return torch.cat(sums).to(x.dtype)
-    values, cfg = round_activations(x, cfg.quant, cfg.scale_fmt), with_dtype(cfg, x)
+    values = round_activations(x, cfg.quant, cfg.scale_fmt)
     per_token = topk_ids.shape[1]
     owner, order = topk_ids.flatten().sort(stable=True)
     token, weight = order // per_token, (topk_weights.flatten()[order] * cfg.scaling_factor).unsqueeze(-1)
@@ -142,7 +135,7 @@ class TorchFusedMoE(ExpertsBackend):
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: MoEWeights
     ) -> torch.Tensor:
         """Return ``y`` by batched GEMMs over aligned blocks; shapes do not depend on the ids."""
-        cfg = with_dtype(self.cfg, x)
+        cfg = self.cfg
         (tokens, per_token), pairs = topk_ids.shape, topk_ids.numel()
         block = 16 if pairs <= 32 * cfg.all_experts else 64
         sorted_ids, expert_ids, _ = align(topk_ids, cfg.all_experts, block)
@@ -154,7 +147,7 @@ class TorchFusedMoE(ExpertsBackend):
         step = max(1, GATHER_LIMIT // (2 * cfg.intermediate_size * cfg.hidden_size))
         for start in range(0, sorted_ids.shape[0], step):
             chunk = slice(start, start + step)
-            out = self._blocks(values[rows[chunk]], expert_ids[chunk].long().clamp_min(0), packed, cfg)
+            out = self._blocks(values[rows[chunk]], expert_ids[chunk].long().clamp_min(0), packed)
             partial.index_copy_(0, sorted_ids[chunk].flatten(), out.float().flatten(0, 1))
         weight = (topk_weights * cfg.scaling_factor).unsqueeze(-1)
         # Dropped pairs were never written: their rows are zero. In the order of j, like everywhere.
@@ -164,8 +157,8 @@ class TorchFusedMoE(ExpertsBackend):
             y = y + partial[:, j] * torch.where(topk_ids[:, j, None] >= 0, weight[:, j], 0.0)
         return y.to(x.dtype)
 
-    @staticmethod
-    def _blocks(x: torch.Tensor, experts: torch.Tensor, packed: MoEWeights, cfg: FusedMoEConfig) -> torch.Tensor:
+    def _blocks(self, x: torch.Tensor, experts: torch.Tensor, packed: MoEWeights) -> torch.Tensor:
+        cfg = self.cfg
         b13, b2 = (None if tensor is None else tensor[experts] for tensor in (packed.w13_bias, packed.w2_bias))
         gate_up = torch.bmm(x, expert_weights(packed, "w13", experts, cfg, x.dtype).mT)
         if b13 is not None:

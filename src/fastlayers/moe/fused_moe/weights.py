@@ -13,8 +13,10 @@
 
 The gate and up halves keep scale rows of their own, so that a ragged I does not mix them in one block. MXFP4 weights
 stay packed: w13 is [E, 2I, D/32, 16] and w2 [E, D, I/32, 16] (:mod:`fastlayers.quant.mxfp4.codes`). The last three are
-those of :class:`fastlayers.WeightOnlyLinear`, an expert a matrix, with its formula: g input features share a scale, or
-all; w4a16 holds two codes a byte, w13 [E, 2I, D/2], w2 [E, D, I/2]; zero points, int16, have the scales' shapes.
+those of :class:`fastlayers.WeightOnlyLinear`, an expert a matrix: g input features share a scale, or all; w4a16 holds
+two codes a byte, w13 [E, 2I, D/2], w2 [E, D, I/2]; zero points, int16, have the scales' shapes. No weight is rounded:
+
+    x @ w^T = sum over groups of scale[group, n] * (sum over k in the group of x[k] * (code[n, k] - zero[group, n]))
 
 Where rows are *interleaved* (GPT-OSS), w13, its scales and its bias hold gate 0, up 0, gate 1, up 1, ….
 """
@@ -108,15 +110,14 @@ def dequantize(
 def expert_weights(
     packed: MoEWeights, name: str, experts: int | slice | torch.Tensor, cfg: FusedMoEConfig, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the weights ``[..., N, K]`` that codes of some experts stand for; ``name``: ``"w13"`` or ``"w2"``.
+    """Return the weights ``[..., N, K]`` that codes of some experts stand for, see :func:`dequantize`.
 
-    As :func:`dequantize`; weights with a scale a group of inputs, of 4 or 8 bits alone, are rounded as kernels do.
+    ``name``: ``"w13"`` or ``"w2"``.
     """
     weight, scale, zero = packed.of(name, experts)
     if cfg.quant not in WEIGHT_ONLY or scale is None:
         return dequantize(weight, scale, cfg.quant, 2 if name == "w13" else 1, dtype)
-    found = decoded(cfg.quant, cfg.group_size, weight, scale, zero)
-    return found.to(cfg.dtype).float() if cfg.group_size and cfg.dtype is not None else found
+    return decoded(cfg.quant, cfg.group_size, weight, scale, zero)
 
 
 def gate_and_up(gate_up: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,9 +1,10 @@
 """The experts' grouped GEMMs over weights alone of 4 or 8 bits in Triton: codes are decoded in registers, no copy.
 
 Codes are read as linears read them (:mod:`fastlayers.linear.weight_only.triton_codes`): a tile lies in one group of
-input features, so that it takes one scale a row; nibbles come as two halves that meet two runs of x. Weights are the
-left operand (rows of an expert are the GEMM's M, pairs its N), which Hopper reads from registers, in which they are
-decoded. Gate and up rows lie in turns in a tile: one product, and the activation behind it.
+input features, so that it takes one scale a row; nibbles come as two halves that meet two runs of x. Codes less their
+zero points are multiplied, exactly, and a group's sums are scaled in fp32: decoding a code takes an instruction or two.
+Weights are the left operand (rows of an expert are the GEMM's M, pairs its N), which Hopper reads from registers, in
+which they are decoded. Gate and up rows lie in turns in a tile: one product, and the activation behind it.
 
     gate_up   a[pair] = act(x[token of pair] @ w13[expert of pair]^T)          in the dtype of x
     down      partial[pair, split] = weight of pair · (a[pair] @ w2[expert]^T over a part of the columns)        fp32
@@ -19,7 +20,7 @@ import triton.language as tl
 
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.linear.weight_only.layer import ZERO
-from fastlayers.linear.weight_only.triton_codes import decode, load_tile, scales_of
+from fastlayers.linear.weight_only.triton_codes import decode, halves_of, load_tile, scales_of
 from fastlayers.moe.align.triton import align
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.launch_config import LaunchConfig
@@ -47,36 +48,44 @@ def _columns(pointers, k, K, real, EVEN_K: tl.constexpr):
 
 @triton.jit
 def _product(
-    weight_rows, x_columns, scale_ptr, zero_ptr, row, real, first, last, N, K,
+    weight_rows, x_columns, scale_ptr, zero_ptr, first_group, row, real, first, last, N, K,
     dtype: tl.constexpr, ZERO: tl.constexpr, HAS_ZERO: tl.constexpr, NIBBLES: tl.constexpr, E4M3: tl.constexpr,
     GROUP: tl.constexpr, EVEN_K: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Return fp32 ``[ROWS, BLOCK_M]``: weight rows times pairs over the blocks of BLOCK_K columns from first to last.
 
-    ``row`` ``[ROWS, 1]``: of the ``N`` that an expert's scales are of. ``real`` ``[1, BLOCK_M]``: slots with a pair.
+    ``row`` ``[ROWS]``: of the ``N`` that a group's scales are of, an expert's begin with ``first_group``. ``real``
+    ``[1, BLOCK_M]``: slots with a pair.
     """
     CODES: tl.constexpr = BLOCK_K // 2 if NIBBLES else BLOCK_K
     code = tl.arange(0, CODES)
     # Input features of a tile's codes: of low halves, or of whole bytes. High halves are 16 further.
     low = (code // 16) * 32 + code % 16 if NIBBLES else code
     acc = tl.zeros([ROWS, BLOCK_M], tl.float32)
-    channel, middle = scales_of(scale_ptr, zero_ptr, row * 0, row, N, ZERO, HAS_ZERO)
+    group = first_group + row * 0
+    start = first * BLOCK_K // GROUP if GROUP > 0 else 0
+    # They are too few to be copied asynchronously: read one step ahead.
+    scale, zero = scales_of(scale_ptr, zero_ptr, group + start, row, N, ZERO, HAS_ZERO)
     for block in range(first, last):
         k = block * BLOCK_K + low
         x = _columns(x_columns + k[:, None], k[:, None], K, real, EVEN_K)
         packed = load_tile(weight_rows + (block * CODES + code)[None, :], k[None, :], K, EVEN_K)
         if GROUP > 0:
-            scale, zero = scales_of(scale_ptr, zero_ptr, row * 0 + block * BLOCK_K // GROUP, row, N, ZERO, HAS_ZERO)
+            following = tl.minimum(block + 1, last - 1) * BLOCK_K // GROUP
+            ahead, zero_ahead = scales_of(scale_ptr, zero_ptr, group + following, row, N, ZERO, HAS_ZERO)
+            part = tl.zeros([ROWS, BLOCK_M], tl.float32)
         else:
-            scale, zero = channel, middle
-        half = packed & 15 if NIBBLES else packed
-        acc = dot(decode(half, scale, zero, dtype, GROUP > 0, E4M3), x, acc)
+            ahead, zero_ahead, part = scale, zero, acc
         if NIBBLES:
+            less, more = halves_of(packed, zero[:, None], dtype)
+            part = dot(less, x, part)
             x = _columns(x_columns + (k + 16)[:, None], k[:, None], K, real, EVEN_K)
-            acc = dot(decode(packed >> 4, scale, zero, dtype, GROUP > 0, E4M3), x, acc)
-    if GROUP == 0:
-        acc *= channel
-    return acc
+            part = dot(more, x, part)
+        else:
+            part = dot(decode(packed, 1.0, zero[:, None], dtype, False, E4M3), x, part)
+        acc = acc + part * scale[:, None] if GROUP > 0 else part
+        scale, zero = ahead, zero_ahead
+    return acc if GROUP > 0 else acc * scale[:, None]
 
 
 @kernel(do_not_specialize=("num_pairs", "tiles_m"))
@@ -100,15 +109,14 @@ def packed_gate_up_kernel(
     # Row 2p is the gate and row 2p + 1 the up of place p.
     index = tl.arange(0, 2 * BLOCK_N)
     column = tile_n * BLOCK_N + index // 2
-    row = (tl.where(column < I, column, 0) + index % 2 * I)[:, None]
-    scales = expert * groups * 2 * I
+    row = tl.where(column < I, column, 0) + index % 2 * I
     both = _product(
-        w_ptr + (expert * 2 * I + row) * w_stride, x_ptr + token[None, :] * x_stride, scale_ptr + scales,
-        zero_ptr + scales, row, real[None, :], 0, tl.cdiv(D, BLOCK_K), 2 * I, D, x_ptr.dtype.element_ty,
-        ZERO, HAS_ZERO, NIBBLES, E4M3, GROUP, EVEN_K, 2 * BLOCK_N, BLOCK_M, BLOCK_K,
+        w_ptr + (expert * 2 * I + row[:, None]) * w_stride, x_ptr + token[None, :] * x_stride, scale_ptr, zero_ptr,
+        expert * groups, row, real[None, :], 0, tl.cdiv(D, BLOCK_K), 2 * I, D, x_ptr.dtype.element_ty, ZERO,
+        HAS_ZERO, NIBBLES, E4M3, GROUP, EVEN_K, 2 * BLOCK_N, BLOCK_M, BLOCK_K,
     )  # fmt: skip
     if HAS_BIAS:
-        both += tl.load(bias_ptr + expert * 2 * I + row).to(tl.float32)
+        both += tl.load(bias_ptr + expert * 2 * I + row).to(tl.float32)[:, None]
     gate, up = tl.split(tl.permute(tl.reshape(both, [BLOCK_N, 2, BLOCK_M]), (0, 2, 1)))
     inner = activation_of(gate, up, alpha, limit, OAI)
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -148,9 +156,8 @@ def packed_down_kernel(
     release_dependents(PDL)
     if empty:
         return
-    scales = expert * groups * D
     acc = _product(
-        w_rows[:, None], a_ptr + place[None, :] * I, scale_ptr + scales, zero_ptr + scales, row[:, None],
+        w_rows[:, None], a_ptr + place[None, :] * I, scale_ptr, zero_ptr, expert * groups, row,
         real[None, :], first, last, D, I, a_ptr.dtype.element_ty, ZERO, HAS_ZERO, NIBBLES, E4M3, GROUP, EVEN_K,
         BLOCK_N, BLOCK_M, BLOCK_K,
     )  # fmt: skip
