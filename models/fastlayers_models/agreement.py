@@ -4,21 +4,28 @@ meet             before anything between ranks is made: versions, GPU, configura
                  is built counts only where all ranks have it built
 same_checkpoint  before weights are read: the files
 same_choices     when the model stands: the backend of each layer, its tuned thresholds and launch settings
+same_settings    when a generator is made: what steps it makes of prompts depends on them
+same_requests    before a generator's first step of what it is asked for
 """
 
 from __future__ import annotations
 
 import hashlib
+from array import array
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 import fastlayers as fl
+from fastlayers import env
 from fastlayers.comm import ladders
 from fastlayers.comm.agreement import chosen
+from fastlayers.comm.collectives import Collectives
 from fastlayers.comm.fabric import agree
 from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.device import as_device
+from fastlayers.registry.layers import COLLECTIVES
 from fastlayers.runtime import builds
 from fastlayers.tuning.provenance import source_hash
 from fastlayers_models.checkpoint import Checkpoint
@@ -35,6 +42,9 @@ def meet(context: Any) -> None:
     facts |= {"device": as_device(context.device).name, "dtype": context.dtype, "kv_dtype": context.kv_dtype}
     facts |= {"page_size": context.page_size, "groups": (context.parallel.attn_dp.size, context.parallel.ep.size)}
     facts |= {"eplb": context.parallel.eplb, "ladders between ranks": ladders.digest()}
+    named = {layer: name for layer, name in sorted(env.backend_overrides().items()) if layer in COLLECTIVES}
+    # Who checks each call waits for what the others say of theirs.
+    facts |= {env.DEBUG: env.debug(), f"{env.BACKEND} of layers between ranks": named}
     config = {f"config.{name}": value for name, value in vars(context.config).items() if name != "quant"}
     agree(axis, facts | {"config": type(context.config).__name__} | config)
     builds.meet(axis)
@@ -66,3 +76,38 @@ def same_choices(model: Any) -> None:
 def _across(model: Any) -> dict[str, str]:
     across = model.seam or model.moves
     return {f"backend of {name}": value for name, value in (across.chosen if across is not None else {}).items()}
+
+
+def same_settings(parallel: ParallelSpec | None, settings: Mapping[str, Any]) -> None:
+    """Compare what a generator is made with; collective."""
+    if parallel is not None and parallel.tp.size > 1:
+        agree(parallel.tp, settings)
+
+
+def same_requests(ranks: Collectives, model: Any, requests: Sequence[Any], asked: Mapping[str, Any]) -> None:
+    """Compare what a generator is asked for; collective, before a step is made of it.
+
+    Ranks whose prompts or limits differ would bring other numbers of rows to a sum, which then never ends, or wait for
+    steps that the others do not make. One number of each is compared; where it differs the error says what it is of.
+
+    Raises
+    ------
+    CollectiveMismatch
+        On every rank alike.
+    """
+    if ranks.size == 1:
+        return
+    lengths = [len(request.prompt) for request in requests]
+    ids = _digest(repr(lengths).encode(), *(array("q", request.prompt).tobytes() for request in requests))
+    ways = [str(request.params) for request in requests]
+    kinds = set(ways)
+    params = kinds.pop() if len(kinds) == 1 else f"{len(kinds)} kinds, {_digest(repr(ways).encode())}"
+    facts = {"prompts": f"{len(lengths)} of {sum(lengths)} tokens, {ids}", "params": params, **asked}
+    mine = torch.tensor([int(_digest(repr(facts).encode()), 16)], dtype=torch.int64, device=model.device)
+    if len(set(ranks.all_gather(mine).tolist())) > 1:
+        agree(model.parallel.tp, facts)
+
+
+def _digest(*parts: bytes) -> str:
+    """Return 60 bits."""
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:15]

@@ -36,6 +36,7 @@ from fastlayers.errors import (
 from fastlayers.runtime.graphs import CudaGraphs, bucket_of
 from fastlayers.sampler.layer import MODES, Sampler, SamplingParams
 from fastlayers.torch_compile import TorchCompile
+from fastlayers_models.agreement import same_requests, same_settings
 from fastlayers_models.groups import GroupStep, run_groups
 from fastlayers_models.images import prompt_images
 from fastlayers_models.requests import Request, Token, prompts_of, stop_ids, wrong_ids
@@ -121,6 +122,10 @@ class Generator:
         self.max_length = limit if max_length is None else max_length
         if not 0 < self.max_length <= limit:
             raise ArgumentError("Generator", "max_length", self.max_length, f"1 to {limit} (max_position_embeddings)")
+        parallel = getattr(model, "parallel", None)
+        compared = "max_batch", "num_pages", "prefill_tokens", "cuda_graph", "torch_compile", "extend_buckets"
+        settings = {name: self._made_of[name] for name in compared} | {"max_length": self.max_length}
+        same_settings(parallel, settings | {"graphs": "given" if graphs is not None else None})
         pages = -(-self.max_length // model.page_size)
         self.pool = fl.PagePool(num_pages if num_pages is not None else max_batch * pages + 1, model.page_size)
         spec = fl.kv_cache_spec(model, page_size=model.page_size, dtype=model.kv_dtype)
@@ -129,7 +134,6 @@ class Generator:
         tokens = max(min(prefill_tokens, max_batch * self.max_length), max_batch)
         self.state = AttentionState(max_batch, tokens, pages, model.page_size, model.device)
         sampler = Sampler(model.config.vocab_size, device=model.device)
-        parallel = getattr(model, "parallel", None)
         self.groups = parallel.attn_dp if parallel is not None else SINGLE
         self.ranks = collectives(parallel.tp if parallel is not None else SINGLE)
         self.step = (ModelStep if self.groups.size == 1 else GroupStep)(
@@ -228,6 +232,8 @@ class Generator:
             An empty prompt, an id outside the vocabulary, a prompt that does not fit ``max_length``, images that are
             not those of the prompts' tokens, videos, or another stream of this generator that has begun and not ended,
             in whatever thread; found before anything runs.
+        CollectiveMismatch
+            Ranks were given other prompts, parameters or limits; before anything runs.
         AllocatorOverflowError
             The cache is too small for a single request, when that needs one page more than there are; with several
             attention groups before anything runs.
@@ -241,10 +247,15 @@ class Generator:
         for request, images in zip(requests, found, strict=True):
             request.images = images
         (max_new_tokens,) = as_integers(max_new_tokens)
-        requests = requests[self.groups.rank :: self.groups.size]
         stop = stop_ids(self.model.config.eos_token_ids if eos_ids is None else eos_ids)
-        waiting = list(reversed(requests))
+        asked = {"max_new_tokens": max_new_tokens, "eos_ids": sorted(stop)}
+        asked["images"] = None if pixel_values is None else tuple(pixel_values.shape)
         with self._alone("stream"):
+            same_requests(self.ranks, self.model, requests, asked)
+            for request, seed in zip(requests, self._seeds([each.params for each in requests]), strict=True):
+                request.seed = seed
+            requests = requests[self.groups.rank :: self.groups.size]
+            waiting = list(reversed(requests))
             try:
                 if self.groups.size > 1:
                     yield from run_groups(self, waiting, max_new_tokens, stop)
@@ -283,8 +294,8 @@ class Generator:
             if pages > most and self.groups.size > 1:  # the others would wait for a group that gave up
                 given = f"request {index} needs {pages} pages for all of its tokens"
                 raise AllocatorOverflowError(f"Generator: {given}; the cache of its attention group has {most}")
-        made = enumerate(zip(prompts, each, self._seeds(each), needs, strict=True))
-        return [Request(i, list(p), s, d, pages) for i, (p, s, d, pages) in made]
+        made = enumerate(zip(prompts, each, needs, strict=True))
+        return [Request(i, list(p), s, 0, pages) for i, (p, s, pages) in made]
 
     def _seeds(self, params: Sequence[SamplingParams]) -> list[int]:
         """Return each prompt's seed. What nobody gave is drawn: of several ranks by the first, or they would differ."""
