@@ -19,6 +19,7 @@ from fastlayers.comm.ranks import Ranks
 from fastlayers.errors import ArgumentError
 from fastlayers_server.engine.config import EngineConfig, drafting
 from fastlayers_server.flags import flag, flags_of, given_values, parser_of, spellings, typed
+from fastlayers_server.ranks import MOST
 
 log = logging.getLogger("fastlayers.serve")
 DAY = (0, 86_400)
@@ -183,7 +184,10 @@ def _from_file(path: Path) -> dict[str, Any]:
 
 
 def _check(config: ServeConfig) -> None:
-    Ranks(config.tp, config.attn_dp_size, config.ep)
+    ranks = Ranks(config.tp, config.attn_dp_size, config.ep)
+    if ranks.processes > MOST:
+        accepted = f"at most {MOST} processes: a server's ranks lie on one host"
+        raise ArgumentError("serve", "--tp × --attn-dp-size", ranks.processes, accepted)
     if config.attn_dp_size > 1 and config.deterministic:
         accepted = "1 with --deterministic: what a group computes depends on how much the others bring"
         raise ArgumentError("serve", "--attn-dp-size", config.attn_dp_size, accepted)

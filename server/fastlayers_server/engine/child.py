@@ -89,14 +89,8 @@ class Child:
                 self.engine.run()
             code = 0
         except Exception as error:
-            # Of some errors the next start would end alike.
-            refused = self.engine is None and isinstance(error, ValueError | LookupError | RuntimeError | OSError)
-            # A traceback helps nobody with our own errors, which are sentences for whoever started the engine.
-            unforeseen = self.engine is not None or not isinstance(error, FastlayersError)
-            said = "died" if self.engine is not None else "does not start"
-            log.error("the engine %s: %s", said, error, exc_info=unforeseen)
-            self.deliver(Died(self.epoch, f"{type(error).__name__}: {error}", restarting=not refused))
-            code = REFUSED if refused else 1
+            told, code = died(error, self.epoch, begun=self.engine is not None)
+            self.deliver(told)
         with self._sending:
             self.phase = "dead"
             self._out.close(linger=2000)
@@ -140,6 +134,16 @@ class Child:
                 beat_at = now + BEAT_SECONDS
                 self._beat()
         self._in.close()
+
+
+def died(error: Exception, epoch: int, *, begun: bool, who: str = "the engine") -> tuple[Died, int]:
+    """Log why an engine ends, which had begun to serve or not; return what the front is told and the exit code."""
+    # Of some errors the next start would end alike.
+    refused = not begun and isinstance(error, ValueError | LookupError | RuntimeError | OSError)
+    # A traceback helps nobody with our own errors, which are sentences for whoever started the engine.
+    unforeseen = begun or not isinstance(error, FastlayersError)
+    log.error("%s %s: %s", who, "died" if begun else "does not start", error, exc_info=unforeseen)
+    return Died(epoch, f"{type(error).__name__}: {error}", restarting=not refused), REFUSED if refused else 1
 
 
 class ChildThread(threading.Thread):

@@ -241,8 +241,9 @@ class EngineClient:
 
     def _hear(self, message: p.FromEngine, out: zmq.Socket[bytes]) -> None:
         if isinstance(message, p.Died):
-            # Told when it is gone. Of several ranks the exit code is torchrun's, so what was said counts.
-            self._reason, self._refused = message.reason, not message.restarting
+            # Told when it is gone. Of several ranks the exit code is torchrun's, so what was said counts, and
+            # of that the first: when a rank has failed the others say that they lost it.
+            self._reason, self._refused = self._reason or message.reason, self._refused or not message.restarting
             return
         if isinstance(message, p.Beat):
             self.phase = message.phase

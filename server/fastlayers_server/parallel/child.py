@@ -1,8 +1,8 @@
 """The process of one rank: ``torchrun … -m fastlayers_server.parallel.child FOLDER EPOCH FRONT``.
 
 The first rank is an engine's process (:mod:`fastlayers_server.engine.child`), whose configuration comes on its stdin;
-the others get it from the store by which the ranks meet. A rank that fails ends all of them, and the front starts all
-again; none outlives the front, whose process is FRONT.
+the others get it from the store by which the ranks meet. A rank that fails says why to the front, and ends all of them;
+the front starts all again. None outlives the front, whose process is FRONT.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import time
 from typing import Any
 
 import msgspec
+import zmq
 
+from fastlayers_server import log as logs
 from fastlayers_server.engine import child
 from fastlayers_server.engine.child import Phase
 from fastlayers_server.engine.config import EngineConfig
 from fastlayers_server.engine.loop import Engine
+from fastlayers_server.engine.protocol import encode
 from fastlayers_server.ranks import end_with_launcher, launcher
 
 LOOK_SECONDS = 0.5
@@ -58,7 +61,7 @@ def main() -> int:
     config = msgspec.json.decode(store.get("engine"), type=EngineConfig)
     if rank == 0:
         return child.main(_leading, config)
-    return _following(config, int(sys.argv[2]))
+    return _following(config, rank, sys.argv[1], int(sys.argv[2]))
 
 
 def _leading(config: EngineConfig, phase: Phase, epoch: int) -> Engine:
@@ -74,7 +77,7 @@ def _leading(config: EngineConfig, phase: Phase, epoch: int) -> Engine:
     return engine
 
 
-def _following(config: EngineConfig, epoch: int) -> int:
+def _following(config: EngineConfig, rank: int, folder: str, epoch: int) -> int:
     import faulthandler
     import signal
 
@@ -85,9 +88,29 @@ def _following(config: EngineConfig, epoch: int) -> int:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides when to end
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    engine: Any = build(config, lambda phase: None, epoch)
-    (follow if config.attn_dp_size == 1 else follow_together)(engine.executor, Channel())
+    # What all ranks do alike the first one says.
+    logs.configure(config.log_level if config.log_level == "error" else "warning")
+    engine: Any = None
+    try:
+        engine = build(config, lambda phase: None, epoch)
+        (follow if config.attn_dp_size == 1 else follow_together)(engine.executor, Channel())
+    except Exception as error:
+        return _failed(error, rank, folder, epoch, begun=engine is not None)
     return 0
+
+
+def _failed(error: Exception, rank: int, folder: str, epoch: int, *, begun: bool) -> int:
+    """Tell the front why this rank ends, and return its exit code: the first one sees no more than that it is gone."""
+    told, code = child.died(error, epoch, begun=begun, who=f"rank {rank}")
+    if begun:  # while they start, ranks mostly end alike, and the first one says the same
+        told = msgspec.structs.replace(told, reason=f"rank {rank}: {told.reason}")
+    context = zmq.Context[Any]()
+    front = context.socket(zmq.PUSH)
+    front.connect(f"ipc://{folder}/from-{epoch}")
+    front.send(encode(told))
+    front.close(linger=2000)
+    context.term()
+    return code
 
 
 if __name__ == "__main__":

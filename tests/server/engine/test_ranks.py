@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -12,9 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+import zmq
 
 from fastlayers.errors import ArgumentError, CollectiveMismatch
+from fastlayers_server.engine import child, startup
 from fastlayers_server.engine import protocol as p
+from fastlayers_server.engine.client import EngineClient
+from fastlayers_server.engine.config import EngineConfig
 from fastlayers_server.engine.request import ENDED, Chunk, Request, TickPlan
 from fastlayers_server.parallel import channel, follower
 from fastlayers_server.parallel import child as parallel_child
@@ -172,6 +177,8 @@ def test_what_several_ranks_cannot_is_refused() -> None:
         parse(["--tp", "2", "--in-process"])
     with pytest.raises(ArgumentError, match=r"ep is 3; accepted: a divisor of tp \* dp = 2"):
         parse(["--tp", "2", "--ep", "3"])
+    with pytest.raises(ArgumentError, match="--tp × --attn-dp-size is 100; accepted: at most 64 processes"):
+        parse(["--tp", "50", "--attn-dp-size", "2"])
     assert parse(["-tp", "2"])[0].tp == 2
 
 
@@ -211,6 +218,41 @@ def test_a_rank_ends_with_its_front_and_its_folder(
     with pytest.raises(SystemExit):
         parallel_child._end_with(99, str(folder))
     assert folder.exists() == front
+
+
+@pytest.mark.parametrize(("begun", "error", "reason", "code"), [
+    (False, ArgumentError("MLAAttention num_heads", "size", "4 over 3 ranks", "a multiple of 3"),
+     "ArgumentError: MLAAttention num_heads: size is 4 over 3 ranks; accepted: a multiple of 3", child.REFUSED),
+    (True, MemoryError("no more"), "rank 2: MemoryError: no more", 1),
+])  # fmt: skip
+def test_a_rank_without_scheduler_tells_the_front_why_it_ends(
+    begun: bool, error: Exception, reason: str, code: int, short_folder: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """One that is killed for it leaves the first rank with no more than that it is gone."""
+
+    def fail(*given: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(startup, "build", (lambda *given: SimpleNamespace(executor=None)) if begun else fail)
+    monkeypatch.setattr(channel, "Channel", lambda: None)
+    monkeypatch.setattr(follower, "follow", fail)
+    monkeypatch.setattr(signal, "signal", lambda *given: None)
+    monkeypatch.setattr(faulthandler, "register", lambda *given, **options: None)
+    monkeypatch.setattr(parallel_child.logs, "configure", lambda level: None)
+    with zmq.Context() as context, context.socket(zmq.PULL) as front:
+        front.bind(f"ipc://{short_folder}/from-7")
+        assert parallel_child._following(EngineConfig(tp=3), 2, str(short_folder), 7) == code
+        assert front.poll(5000)
+        assert p.from_engine.decode(front.recv()) == p.Died(7, reason, restarting=begun)
+    assert caplog.messages == [f"rank 2 {'died' if begun else 'does not start'}: {error}"]
+
+
+def test_the_rank_that_failed_first_is_the_reason() -> None:
+    front = EngineClient(EngineConfig(tp=2), ())
+    for said in ("rank 1: MemoryError: no more", "RankLostError: rank 1 is gone"):
+        front._hear(p.Died(1, said, restarting=True), None)  # type: ignore[arg-type]
+    assert front._reason == "rank 1: MemoryError: no more" and not front._refused
 
 
 def test_a_rank_that_stands_still_ends_with_its_launcher() -> None:
