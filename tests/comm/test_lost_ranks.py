@@ -185,6 +185,16 @@ def test_a_process_is_known_by_its_beginning() -> None:
     assert lost(RuntimeError("Expected 3 rows"), Axis(2, 0), "all_reduce") is None
 
 
+def test_a_rank_that_took_the_store_with_it_is_named() -> None:
+    """Without torchrun the first rank keeps the store by which ranks know each other, until it is gone."""
+    gone, reset = [*own()[:2], "another"], RuntimeError("gloo/transport/tcp: Connection reset by peer")
+    axis = Axis(2, 1, (0, 1), processes=(gone, own()))
+    found = lost(reset, axis, "all_reduce")
+    assert str(found).startswith(f"all_reduce over 2 ranks: rank 0 is gone, its process {gone[1]} has ended;")
+    nobody = str(lost(reset, Axis(2, 1), "all_reduce"))
+    assert nobody.startswith("all_reduce over 2 ranks: a rank did not answer (gloo/transport/tcp: Connection reset")
+
+
 # ---- collectives -------------------------------------------------------------------------------------------------
 
 

@@ -38,13 +38,14 @@ class Axis:
     """One dimension of the rank grid: its ``size``, this process's ``rank`` in it, and its process group.
 
     ``ranks`` are the global ranks of this process's line along the axis, in order; ``()`` or the default where nobody
-    asks for them.
+    asks for them. ``processes``: which process each of them is (:mod:`fastlayers.comm.processes`), where that is known.
     """
 
     size: int = 1
     rank: int = 0
     ranks: tuple[int, ...] = (0,)
     group: Any = field(default=None, compare=False, repr=False)
+    processes: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_positive("Axis", size=self.size)
@@ -186,9 +187,10 @@ class ParallelSpec:
             "ep": by_expert.get_group("ep"),
             "moe_tp": by_expert.get_group("moe_tp"),
         }
-        introduce()
+        processes = introduce(mesh.mesh.flatten().tolist())
         axes = {name: getattr(plain, name) for name in groups}
         made: dict[str, Any] = {
-            n: Axis(a.size, a.rank, a.ranks, groups[n] if a.size > 1 else None) for n, a in axes.items()
+            n: Axis(a.size, a.rank, a.ranks, groups[n] if a.size > 1 else None, tuple(processes[r] for r in a.ranks))
+            for n, a in axes.items()
         }
         return replace(plain, **made)

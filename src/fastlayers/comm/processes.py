@@ -42,11 +42,16 @@ def own() -> list[Any]:
     return [host(), os.getpid(), birth(os.getpid())]
 
 
-def introduce() -> None:
-    """Say in the store of torch.distributed which process this rank is."""
+def introduce(ranks: Sequence[int]) -> tuple[Any, ...]:
+    """Say which process this rank is, and return that of each of these ranks, which all call this.
+
+    The store of torch.distributed tells them, which may lie in a rank's process and be gone with it.
+    """
     import torch.distributed as dist
 
-    _store().set(f"fastlayers/process/{dist.get_rank()}", json.dumps(own()))
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"fastlayers/process/{dist.get_rank()}", json.dumps(own()))
+    return tuple(json.loads(store.get(f"fastlayers/process/{rank}")) for rank in ranks)
 
 
 def ended(process: Sequence[Any]) -> bool:
@@ -59,28 +64,17 @@ def lost(error: RuntimeError, axis: Axis, operation: str) -> RankLostError | Non
     text = str(error)
     if not any(sign in text for sign in _SIGNS):
         return None
-    begin, who = f"{operation} over {axis.size} ranks", _ended_of(axis.ranks)
+    begin, who = f"{operation} over {axis.size} ranks", _ended_of(axis)
     if who is not None:
         return RankLostError(f"{begin}: rank {who[0]} is gone, its process {who[1]} has ended; {AGAIN}")
     return RankLostError(f"{begin}: a rank did not answer ({text.splitlines()[0][:200]}); {AGAIN}")
 
 
-def _ended_of(ranks: Sequence[int]) -> tuple[int, int] | None:
+def _ended_of(axis: Axis) -> tuple[int, int] | None:
     until = time.monotonic() + _ENDING_SECONDS
-    while time.monotonic() < until:
-        for rank in ranks:
-            try:
-                key = f"fastlayers/process/{rank}"
-                process = json.loads(_store().get(key)) if _store().check([key]) else None
-            except RuntimeError:  # of a store whose process is gone
-                return None
-            if process is not None and ended(process):
+    while axis.processes and time.monotonic() < until:
+        for rank, process in zip(axis.ranks, axis.processes, strict=True):
+            if ended(process):
                 return rank, process[1]
         time.sleep(0.02)
     return None
-
-
-def _store() -> Any:
-    import torch.distributed as dist
-
-    return dist.distributed_c10d._get_default_store()
