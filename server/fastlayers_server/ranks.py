@@ -38,6 +38,7 @@ def started_elsewhere(ranks: Ranks) -> bool:
         The processes failed; they have said why.
     """
     if env.torchrun_rank() is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells torchrun as well, which ends its processes
         end_with_launcher()
         return False
     if ranks.processes == 1:
@@ -80,6 +81,7 @@ def _ask_all(number: int, frame: object) -> None:
 
 
 def _launch(arguments: Sequence[str]) -> int:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
@@ -92,6 +94,8 @@ def _launch(arguments: Sequence[str]) -> int:
         if first.exitcode < 0:  # by a signal, so it could not say anything
             print(f"error: the process of rank {rank} was ended by {first.signal_name()}", file=sys.stderr)
         return max(1, first.exitcode)
+    except SignalException as error:  # its processes are gone by then
+        return 128 + error.sigval
     return 0
 
 

@@ -25,6 +25,7 @@ from fastlayers_server.parallel import channel, follower
 from fastlayers_server.parallel import child as parallel_child
 from fastlayers_server.parallel.frames import Mirror, encode
 from fastlayers_server.parallel.leader import Leader
+from fastlayers_server.ranks import launcher
 from fastlayers_server.serve_config import parse
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -330,3 +331,18 @@ def test_tokens_of_two_ranks_and_a_lost_one() -> None:
 def _children(pid: int) -> list[int]:
     listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=True)
     return sorted(map(int, listed.stdout.split()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_ends_a_command_of_several_ranks_reads_no_traceback(number: signal.Signals) -> None:
+    """A terminal's interrupt reaches all processes, of which torchrun's ends the ranks."""
+    command = [*launcher(2, "fastlayers_server.cli"), "generate", "Once", "--max-new-tokens", "4000"]
+    command += ["--temperature", "3", "--tp", "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as started:
+        assert started.stdout is not None and started.stderr is not None
+        assert started.stdout.read(1)
+        workers = _children(started.pid)
+        assert len(workers) == 2
+        os.killpg(started.pid, number) if number == signal.SIGINT else started.send_signal(number)
+        assert (started.stderr.read(), started.wait(60)) == (b"", 128 + number)
+    gone(workers)
