@@ -60,7 +60,24 @@ def best_load(loads: list[int], slots: int, ranks: int) -> float:
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(problems())
 def test_plans(problem: tuple[list[int], int, fl.EplbConfig]) -> None:
-    loads, ranks, config = problem
+    check_plan(*problem)
+
+
+def test_every_small_plan() -> None:
+    """All loads of up to four experts in up to eight slots of up to four ranks: idle, alike, and one that has most."""
+    seen = 0
+    for ranks, size, count in itertools.product(range(1, 5), range(1, 5), range(1, 5)):
+        if not count <= ranks * size <= min(8, count * ranks):  # a rank needs no expert twice
+            continue
+        config = fl.EplbConfig(num_redundant_experts=ranks * size - count, min_gain=0.0)
+        for loads in itertools.product((0, 1, 3, 50), repeat=count):
+            check_plan(list(loads), ranks, config)
+            seen += 1
+    assert seen > 1000
+
+
+def check_plan(loads: list[int], ranks: int, config: fl.EplbConfig) -> None:
+    """Look at what holds of every plan, whatever it was made for."""
     slots = config.slots(len(loads), ranks)
     first = first_placement(len(loads), slots)
     plan = plan_placement(loads, first, ranks, config)
