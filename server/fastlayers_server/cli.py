@@ -8,7 +8,7 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -20,7 +20,7 @@ from fastlayers.comm.ranks import Ranks
 from fastlayers.device import DESCRIBED
 from fastlayers.errors import ArgumentError, CheckpointError, FastlayersError
 from fastlayers_server import bench_command, eval_command, tune_command, warmup_command
-from fastlayers_server.ranks import started_elsewhere
+from fastlayers_server.ranks import said_by_another, started_elsewhere
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
 # What is piped is read by programs, or searched: it is not wrapped.
@@ -71,21 +71,25 @@ def main() -> None:
     except FastlayersError as error:
         if debug:
             raise
-        err.print(f"error: {error}", highlight=False)
-        raise SystemExit(1) from error
+        _fail(str(error), error)
     except ModuleNotFoundError as error:
         if debug or (error.name or "").partition(".")[0] not in SERVERS:
             raise
         needs = "which this command needs: pip install 'fastlayers[server]'"
-        err.print(f"error: the package {error.name} is not installed, {needs}", highlight=False)
-        raise SystemExit(1) from error
+        _fail(f"the package {error.name} is not installed, {needs}", error)
     except (OSError, ValueError, RuntimeError) as error:
         if debug:
             raise
-        err.print(f"error: {type(error).__name__}: {error} (--debug shows where)", highlight=False)
-        raise SystemExit(1) from error
+        _fail(f"{type(error).__name__}: {error} (--debug shows where)", error)
     finally:
         _flush()
+
+
+def _fail(said: str, error: Exception) -> NoReturn:
+    """Print an error, of ranks that fail alike once, and end with 1."""
+    if not said_by_another(said):
+        err.print(f"error: {said}", highlight=False)
+    raise SystemExit(1) from error
 
 
 def _flush() -> None:

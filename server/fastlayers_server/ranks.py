@@ -13,7 +13,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 from fastlayers import env
@@ -22,6 +24,7 @@ from fastlayers.errors import ArgumentError
 
 # Processes that one command starts at most: a mistyped number is not to take the machine.
 MOST = 64
+STORE_SECONDS, SAYING_SECONDS = 5, 1.0  # that the store may take to answer, and that an error takes to be printed
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
@@ -37,7 +40,10 @@ def started_elsewhere(ranks: Ranks) -> bool:
     SystemExit
         The processes failed; they have said why.
     """
-    if env.torchrun_rank() is not None:
+    if (started := env.torchrun_rank()) is not None:
+        if started[0] > 0:  # what is noticed of a model the first rank says
+            logging.getLogger("fastlayers").setLevel(logging.ERROR)
+            logging.getLogger("fastlayers_models").setLevel(logging.ERROR)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells torchrun as well, which ends its processes
         end_with_launcher()
         return False
@@ -58,6 +64,25 @@ def launcher(processes: int, module: str) -> list[str]:
     """Return the command that runs a module in so many processes of this host; its arguments are appended."""
     options = ["--standalone", "--max-restarts", "0", "--nproc-per-node", str(processes)]
     return [sys.executable, "-m", "fastlayers_server.ranks", *options, "-m", module]
+
+
+def said_by_another(error: str) -> bool:
+    """Return whether another rank of this command ends with the same words, and has said them.
+
+    Ranks mostly fail alike. One that has nothing to say stays a while: with it torchrun ends those that speak.
+    """
+    try:
+        if env.torchrun_rank() is None:
+            return False
+        import torch.distributed as dist
+
+        store = next(dist.rendezvous("env://", timeout=timedelta(seconds=STORE_SECONDS)))[0]
+        first = store.add(f"fastlayers/said/{error}", 1) == 1
+    except (RuntimeError, ValueError):  # no store, nobody there, or numbers that are none
+        return False
+    if not first:
+        time.sleep(SAYING_SECONDS)
+    return not first
 
 
 def end_with_launcher() -> None:

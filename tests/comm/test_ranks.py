@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,8 @@ from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.comm.ranks import Ranks
 from fastlayers.errors import ArgumentError, EnvironmentVariableError
 from fastlayers.testing.world import Rank, world
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_sizes_are_checked_before_anybody_meets() -> None:
@@ -61,3 +64,14 @@ def test_command_line_over_two_processes(split: list[str]) -> None:
     )
     answer = json.loads(found.stdout)  # one process speaks
     assert answer["text"].strip() == "172" and answer["finished"] == "stop"
+
+
+def test_ranks_that_fail_alike_say_so_once() -> None:
+    """Notices of the model, too: here that its format is slow on this device."""
+    command = [sys.executable, "-m", "fastlayers_server.cli", "generate", "Once", "--device", "cpu", "--dp", "3"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    said = "error: Linear out_features: size is 256 over 3 ranks; accepted: a multiple of 3"
+    assert (found.returncode, " ".join(found.stderr.split())) == (1, said)
+    slow = [*command[:-2], "--tp", "2", "--checkpoint", str(ROOT / "checkpoints/tiny_gpt_oss"), "--max-new-tokens", "1"]
+    found = subprocess.run(slow, capture_output=True, text=True, timeout=300, check=True)
+    assert found.stderr.count("MXFP4 weights in 4 modules") == 1
