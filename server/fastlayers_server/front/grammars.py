@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastlayers_server.front.errors import ApiError, bad
@@ -35,8 +35,27 @@ LISTED, NAMED = ("anyOf", "oneOf", "allOf", "prefixItems"), ("properties", "$def
 OTHERS = ("type", "required", "pattern", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "enum", "const",
           "$ref", "format")  # fmt: skip
 DESCRIBING = ("title", "description", "default", "examples", "example", "$schema", "$id", "$comment", "deprecated",
-              "readOnly", "writeOnly")  # fmt: skip
+              "readOnly", "writeOnly", "discriminator")  # fmt: skip
 KNOWN = frozenset((*COUNTS, *ONE, *LISTED, *NAMED, *OTHERS, *DESCRIBING))
+# xgrammar looks at the first of these that a schema has, and at nothing beside it.
+ALONE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+BESIDE = frozenset((*DESCRIBING, "$defs", "definitions", "type"))
+# Without a type it takes a schema with these for an object's or an array's, and any other for one that all fits.
+TYPING = frozenset((*ONE, "properties", "prefixItems")) - {"propertyNames"}
+# What it does not enforce beside the first ones.
+LENGTHS = frozenset(("minLength", "maxLength"))
+APART = (
+    ("pattern", LENGTHS | {"format"}), ("format", LENGTHS), ("patternProperties", frozenset(("properties",))),
+    ("propertyNames", frozenset(("properties", "patternProperties"))),
+    ("additionalProperties", frozenset(("unevaluatedProperties",))), ("items", frozenset(("unevaluatedItems",))),
+)  # fmt: skip
+TYPES: dict[type, tuple[str, ...]] = {
+    str: ("string",), int: ("integer", "number"), float: ("number",), bool: ("boolean",), type(None): ("null",),
+    dict: ("object",), list: ("array",),
+}  # fmt: skip
+# The parts of a pattern, a class being one; and those that xgrammar writes as they are, where JSON has an escape.
+PARTS = re.compile(r"\[(?:\\.|[^\]\\])*\]|\\x..|\\u....|\\.|\(\?[=!]|.", re.DOTALL)
+UNSPELLED = re.compile(r"\\?[\x00-\x1f\"]|\\[\\nrtfv0]|\\(x|u00)([01].|22|5[cC])")
 FORMATS = frozenset(
     ("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference",
      "uri-template", "json-pointer", "relative-json-pointer")
@@ -236,7 +255,7 @@ def check_schema(schema: Any, path: str, depth: int = 0) -> None:
         where = f"{path}.{name}"
         if name not in KNOWN:
             raise refuse(where, "this keyword is not supported, and constraints are never dropped")
-        if name == "$ref" and not str(value).startswith("#"):
+        if name == "$ref" and value != "#" and not str(value).startswith("#/"):
             raise refuse(where, "only local references (#/…) are resolved")
         if name == "format" and value not in FORMATS:
             raise refuse(where, f"format {value!r} is not supported; accepted: {', '.join(sorted(FORMATS))}")
@@ -244,10 +263,47 @@ def check_schema(schema: Any, path: str, depth: int = 0) -> None:
             raise refuse(where, f"given {value!r}; accepted: 0 to {MAX_COUNT}")
         if name == "pattern":
             _check_counts(str(value), path.partition(".")[0])
+            if "(?=" in (parts := PARTS.findall(str(value))) or "(?!" in parts:
+                raise refuse(where, "lookahead is not enforced, and constraints are never dropped")
+            if any(UNSPELLED.fullmatch(part) for part in parts):
+                raise refuse(
+                    where, "it asks for a quote, a backslash or a control character as no string of JSON has it"
+                )
         elif name in NAMED or name in LISTED:
             if not isinstance(value, dict if name in NAMED else list):
                 raise refuse(where, "it maps names to schemas" if name in NAMED else "it is a list of schemas")
             for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
                 check_schema(inner, f"{where}.{key}", depth + 1)
         elif name in ONE:
-            check_schema(value, where, depth + 1)
+            named = name == "propertyNames" and isinstance(value, dict)  # names have a type without being told
+            check_schema({"type": "string"} | value if named else value, where, depth + 1)
+    for name, why in _dropped(schema):
+        raise refuse(f"{path}.{name}", f"{why}, and constraints are never dropped")
+
+
+def _dropped(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the keywords that a grammar made of the schema would not enforce, each with the reason."""
+    kind = schema.get("type")
+    for first in [name for name in ALONE if name in schema][:1]:
+        yield from ((name, f"it is not enforced beside {first!r}") for name in schema if name not in {first, *BESIDE})
+        if kind is not None and not _is_of(schema[first], first, kind if isinstance(kind, list) else [kind]):
+            yield "type", f"it is not enforced beside {first!r}, and not all of that has this type"
+        if first == "allOf" and len(schema[first]) != 1:
+            yield first, "it is enforced of one schema only"
+        return
+    if not kind and not schema.keys() & TYPING:
+        yield from ((name, "it is enforced beside a type only") for name in schema if name not in BESIDE - {"type"})
+    for name, others in APART:
+        apart = sorted(others & schema.keys()) if name in schema else ()
+        yield from ((other, f"it is not enforced beside {name!r}") for other in apart)
+    required = schema.get("required")
+    if isinstance(required, list) and not all(name in schema.get("properties", ()) for name in map(str, required)):
+        yield "required", "it is enforced of names among the properties only"
+
+
+def _is_of(value: Any, keyword: str, kinds: list[Any]) -> bool:
+    """Return whether what a keyword allows is of these types: its values are, or its schemas say so."""
+    if keyword in ("const", "enum"):
+        values = value if keyword == "enum" and isinstance(value, list) else [value]
+        return all(any(kind in kinds for kind in TYPES.get(type(each), ())) for each in values)
+    return isinstance(value, list) and all(isinstance(each, dict) and each.get("type") in kinds for each in value)

@@ -134,6 +134,27 @@ def test_a_source_is_compiled_and_sent_once() -> None:
         ({"anyOf": [{"type": "string"}, {"if": {}}]}, "anyOf.1.if"),
         ({"type": "string", "pattern": "a{20000}"}, "response_format"),
         ({"properties": []}, "properties"),
+        # What xgrammar does not look at, without a word.
+        ({"$defs": {"n": {"type": "integer"}}, "$ref": "#/$defs/n", "maximum": 3}, "response_format.maximum"),
+        ({"$defs": {"n": {}}, "$ref": "#/$defs/n", "type": "integer"}, "response_format.type"),
+        ({"type": "object", "properties": {"a": {"$ref": "#n"}}}, "properties.a.$ref"),
+        ({"anyOf": [{"required": ["a"]}], "properties": {"a": {}}, "type": "object"}, "anyOf.0.required"),
+        ({"oneOf": [SCHEMA], "properties": {"b": {}}, "type": "object"}, "response_format.properties"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}], "type": "string"}, "response_format.type"),
+        ({"allOf": [{"type": "integer", "minimum": 3}, {"type": "integer", "maximum": 5}]}, "response_format.allOf"),
+        ({"enum": [1, 7], "maximum": 5}, "response_format.maximum"),
+        ({"enum": ["a", 1], "type": "string"}, "response_format.type"),
+        ({"const": True, "type": "integer"}, "response_format.type"),
+        ({"maximum": 3}, "response_format.maximum"),
+        ({"required": ["a"]}, "response_format.required"),
+        ({"type": "object", "properties": {"a": {}}, "required": ["a", "b"]}, "response_format.required"),
+        ({"type": "string", "pattern": "a+", "maxLength": 3}, "response_format.maxLength"),
+        ({"type": "string", "format": "date", "minLength": 3}, "response_format.minLength"),
+        ({"type": "string", "format": "date", "pattern": "a"}, "response_format.format"),
+        ({"type": "object", "properties": {"a": {}}, "propertyNames": {"pattern": "b"}}, "response_format.properties"),
+        ({"type": "string", "pattern": "(?=a)b"}, "lookahead"),
+        ({"type": "string", "pattern": r"C:\\.*"}, "a backslash"),
+        ({"type": "string", "pattern": r'"a\x22'}, "a quote"),
     ],
 )
 def test_keywords_that_would_be_dropped_are_refused_with_their_path(schema: Any, path: str) -> None:
@@ -144,6 +165,28 @@ def test_keywords_that_would_be_dropped_are_refused_with_their_path(schema: Any,
     assert (response.status_code, error["code"]) == (400, "invalid_grammar")
     assert path in error["message"] and error["param"] == "response_format"
     assert not compiler.asked
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "enum": ["a", "b"], "description": "one of two"},
+        {"type": ["string", "null"], "enum": ["a", None]},
+        {"const": 1, "type": "number"},
+        {"$defs": {"n": SCHEMA}, "$ref": "#/$defs/n", "title": "n", "default": None},
+        {"type": "object", "oneOf": [SCHEMA, {"type": "object"}], "discriminator": {"propertyName": "a"}},
+        {"allOf": [SCHEMA], "description": "as pydantic writes it"},
+        {"type": "object", "propertyNames": {"pattern": "^a"}, "minProperties": 1},
+        {"items": {"type": "integer"}, "minItems": 2},
+        {"properties": {"a": {}, "required": {"type": "null"}}, "required": ["a"]},
+        {"type": "string", "pattern": r'^[^"\\\n]+\.\s(?:a|b)$'},
+    ],
+)
+def test_what_is_enforced_as_it_stands_is_compiled(schema: Any) -> None:
+    compiler = Compiler()
+    response, _ = asked_for({"guided_json": schema}, compiler)
+    assert response.status_code == 200, response.text
+    assert json.loads(compiler.asked[0])["format"]["json_schema"] == schema
 
 
 def test_grammar_bombs_are_refused_before_they_are_compiled() -> None:
