@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ class TokenText:
     Raises
     ------
     ValueError
-        No fast tokenizer in the folder.
+        No fast tokenizer in the folder, or one of its files, or the chat template, cannot be read.
     """
 
     def __init__(
@@ -48,7 +47,11 @@ class TokenText:
         # thread of an engine in this process imports it first.
         made: Any = import_module("transformers").PreTrainedTokenizerFast
         if (folder / "tokenizer.json").is_file():
-            self.hf = made.from_pretrained(folder, local_files_only=True)
+            try:
+                self.hf = made.from_pretrained(folder, local_files_only=True)
+            except Exception as error:  # transformers and tokenizers raise whatever they stumble over
+                said = f"the tokenizer cannot be read: {type(error).__name__}: {error}"
+                raise ValueError(f"{folder}: {said} (tokenizer.json, tokenizer_config.json)") from error
         elif invent:
             self.hf = made(tokenizer_object=_numbers(int(config["vocab_size"])))
             self.hf.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
@@ -67,6 +70,8 @@ class TokenText:
         self.longest_token = max(map(len, vocabulary), default=1)
         self.defaults = _json(folder / "generation_config.json")
         self.model_type = str(config.get("model_type", ""))
+        template = self.hf.chat_template or {}
+        self._options = variables_of(template.values() if isinstance(template, dict) else [template])
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text."""
@@ -105,11 +110,6 @@ class TokenText:
         """Return whether the chat template reads a variable of this name."""
         return option in self._options
 
-    @cached_property
-    def _options(self) -> frozenset[str]:
-        template = self.hf.chat_template or {}
-        return variables_of(template.values() if isinstance(template, dict) else [template])
-
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes that a token stands for; those of a text's tokens, joined, are the text's."""
         if token in self._added:
@@ -125,9 +125,9 @@ class TokenText:
 
 
 def variables_of(templates: Iterable[str]) -> frozenset[str]:
-    """Return what chat templates read of what they are given; of one that cannot be parsed nothing."""
+    """Return what chat templates read of what they are given; raises ``ValueError`` for one that cannot be parsed."""
     # Not at import, as transformers, which renders them.
-    from jinja2 import Environment, TemplateError, meta, nodes
+    from jinja2 import Environment, TemplateSyntaxError, meta, nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
 
@@ -145,13 +145,18 @@ def variables_of(templates: Iterable[str]) -> frozenset[str]:
     for template in templates:
         try:
             found |= meta.find_undeclared_variables(environment.parse(template))
-        except TemplateError:  # nor can it be rendered, and who asks for that is told so
-            continue
+        except TemplateSyntaxError as error:
+            raise ValueError(
+                f"the chat template (--chat-template names another), line {error.lineno}: {error.message}"
+            ) from error
     return frozenset(found)
 
 
 def _json(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_bytes()) if path.is_file() else {}
+    try:
+        found = json.loads(path.read_bytes()) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from error
     return found if isinstance(found, dict) else {}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -421,8 +422,26 @@ def test_an_option_is_a_variable_of_the_template_not_a_part_of_its_text(thinking
          "{{ f() }}", {"effort"}),
         ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
          "{% set ns = namespace(found=false) %}{{ ns.found }}{{ other | tojson }}", {"messages", "other"}),
-        ("{% if %}", set()),
     ],
 )  # fmt: skip
 def test_variables_of_templates(template: str, has: set[str]) -> None:
     assert variables_of([template]) == has
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("config.json", "{", "config.json: cannot be read"),
+        ("generation_config.json", "{", "generation_config.json: cannot be read"),
+        ("tokenizer_config.json", "{", "the tokenizer cannot be read: .*tokenizer_config.json"),
+        ("tokenizer.json", '{"a": 1}', "the tokenizer cannot be read: .*tokenizer.json"),
+        ("chat_template.jinja", "x\n{% if %}", "the chat template .--chat-template.*line 2"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_told_before_anything_is_served(
+    tmp_path: Path, name: str, text: str, said: str
+) -> None:
+    folder = shutil.copytree(TINY, tmp_path / "model")
+    (folder / name).write_text(text)
+    with pytest.raises(ValueError, match=said):
+        TokenText(folder)
