@@ -10,9 +10,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 from operator import index
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from fastlayers_server.engine.protocol import (
     TokenLogprobs,
     pack_ids,
 )
+from fastlayers_server.front.errors import ApiError
 from fastlayers_server.front.generation import sibling_seed
 from fastlayers_server.front.metrics import Metrics
 from fastlayers_server.front.rows import Job, Parser, Row
@@ -72,11 +74,16 @@ class Params:
     logprobs: int = -1
 
     def __post_init__(self) -> None:
-        """Refuse what the engine never sees: it checks the rest, request by request."""
-        if not isinstance(self.n, int) or self.n < 1:
+        """Refuse other types, and what the engine never sees: it checks the rest, request by request."""
+        for name, kind in (each for each in Params.__annotations__.items() if each[1] in ("float", "int", "bool")):
+            value = getattr(self, name)
+            if not isinstance(value, Real if kind == "float" else Integral):
+                raise ValueError(f"Params: {name} is {value!r}; accepted: {kind}")
+        if self.n < 1:
             raise ValueError(f"Params: n is {self.n!r}; accepted: an integer of 1 or more")
-        if not isinstance(self.seed, int):
-            raise ValueError(f"Params: seed is {self.seed!r}; accepted: an integer")
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
+            if not isinstance(ids, Collection) or not all(isinstance(token, Integral) for token in ids):
+                raise ValueError(f"Params: {name} is {ids!r}; accepted: token ids")
         strings = [self.stop] if isinstance(self.stop, str) else self.stop
         if not isinstance(strings, Sequence) or not all(isinstance(stop, str) and stop for stop in strings):
             raise ValueError(f"Params: stop is {self.stop!r}; accepted: a string that is not empty, or several")
@@ -109,7 +116,7 @@ class LLM:
     model : str
         Checkpoint directory, hub name, or "tiny".
     config : EngineConfig, optional
-        Everything else; its own ``model`` is not used.
+        Everything else; its own ``model`` is not used, nor what limits a queue that many share.
     loaded : CausalLM, optional
         The model itself, loaded with the page size of ``config``.
     tokens : TokenText, optional
@@ -127,7 +134,7 @@ class LLM:
     ) -> None:  # fmt: skip
         from fastlayers_server.engine.startup import build, model_folder
 
-        settings = replace(config or EngineConfig(), model=model)
+        settings = replace(config or EngineConfig(), model=model, max_queued_requests=2**20, max_queued_tokens=2**40)
         self.tokens = tokens or TokenText(model_folder(model))
         try:
             self.engine = build(settings, lambda phase: None, model=loaded)
@@ -264,7 +271,7 @@ class LLM:
         Raises
         ------
         ValueError
-            The messages are none, or the engine refused the request.
+            The messages are none, the template refuses them, or the engine refused the request.
         """
         roles = ("system", "developer", "user", "assistant", "tool")
         if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
@@ -273,7 +280,10 @@ class LLM:
             if not isinstance(message, Mapping) or message.get("role") not in roles:
                 accepted = f"a mapping with a role of {', '.join(roles)}"
                 raise ValueError(f"LLM.chat: a message is {message!r}; accepted: {accepted}")
-        prompt = self.tokens.render(messages, None, {"add_generation_prompt": True})
+        try:
+            prompt = self.tokens.render(messages, None, {"add_generation_prompt": True})
+        except ApiError as error:
+            raise ValueError(f"LLM.chat: {error.message}") from error
         return self.generate([self.tokens.encode(prompt, False)], params)[0]
 
     def close(self) -> None:

@@ -92,6 +92,30 @@ def test_an_argument_of_no_use_is_refused_with_what_is_accepted(llm: LLM, ask: C
         ask(llm)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", "0"), ("max_tokens", None), ("max_tokens", 2.5), ("top_k", 1.5), ("seed", "7"),
+        ("stop_token_ids", "ab"), ("stop_token_ids", 3), ("logit_bias", {"5": 1.0}),
+    ],
+)  # fmt: skip
+def test_a_parameter_of_another_type_is_named_before_the_engine_sees_it(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"Params: {name} is .*; accepted: "):
+        Params(**{name: value})
+
+
+def test_a_conversation_that_the_template_refuses_is_an_argument_of_no_use(llm: LLM) -> None:
+    with pytest.raises(ValueError, match=r"LLM\.chat: the chat template refuses the messages"):
+        llm.chat([{"role": "user"}])
+
+
+def test_more_prompts_than_a_server_would_let_wait_are_all_answered() -> None:
+    llm = LLM("tiny", EngineConfig(device="cpu", max_running_requests=4, max_queued_requests=2, max_queued_tokens=40))
+    found = llm.generate(["Once upon a time"] * 12, Params(max_tokens=1, temperature=0.0))
+    assert len({completion.outputs[0].text for completion in found}) == 1 and found[-1].outputs[0].token_ids
+    llm.close()
+
+
 def test_a_stream_grows_and_may_be_left(llm: LLM) -> None:
     way = Params(temperature=0.0, max_tokens=20, ignore_eos=True)
     whole = llm.generate(PROMPTS[0], way)[0].outputs[0]
