@@ -257,7 +257,7 @@ def check_schema(schema: Any, path: str, depth: int = 0) -> None:
             raise refuse(where, "this keyword is not supported, and constraints are never dropped")
         if name == "$ref" and value != "#" and not str(value).startswith("#/"):
             raise refuse(where, "only local references (#/…) are resolved")
-        if name == "format" and value not in FORMATS:
+        if name == "format" and str(value) not in FORMATS:
             raise refuse(where, f"format {value!r} is not supported; accepted: {', '.join(sorted(FORMATS))}")
         if name in COUNTS and (not isinstance(value, int) or not 0 <= value <= MAX_COUNT):
             raise refuse(where, f"given {value!r}; accepted: 0 to {MAX_COUNT}")

@@ -131,6 +131,7 @@ def test_a_source_is_compiled_and_sent_once() -> None:
         ({"type": "string", "maxLength": 10_001}, "maxLength"),
         ({"type": "array", "minItems": -1}, "minItems"),
         ({"type": "string", "format": "binary"}, "format"),
+        ({"type": "string", "format": ["date"]}, "format"),
         ({"anyOf": [{"type": "string"}, {"if": {}}]}, "anyOf.1.if"),
         ({"type": "string", "pattern": "a{20000}"}, "response_format"),
         ({"properties": []}, "properties"),
