@@ -104,29 +104,38 @@ def source_of(body: Common, front: Front, prompt: Sequence[int]) -> tuple[str, s
     """Return a structural tag and the field of the request, checked against the limits, or None for free text."""
     form, param = _plain(body)
     tools = body.tools if isinstance(body, ChatRequest) and body.tool_choice != "none" else None
-    if tools and form is not None:
-        raise bad(param, "tools are given too; constrain their parameters instead", "invalid_value")
     if tools:
         assert isinstance(body, ChatRequest)
-        if body.tool_choice in (None, "auto"):
+        free = body.tool_choice in (None, "auto")
+        if free and form is None:
             if front.formats.harmony:
                 return None  # the channels are the model's own, and a call ends its turn: there is one at most
             if "grammar" not in front.link.check_ready().features:
                 if body.parallel_tool_calls is False:
                     raise bad("parallel_tool_calls", "this engine has no grammars", "unsupported_parameter")
                 return None
-        form, param = _tools(body, front), "tools"
+        calls = _tools(body, front, free and form is None)
+        if free and form is not None:  # calls, or the answer as it must be
+            form = {"type": "or", "elements": [calls, _answer(form, front)]}
+        else:
+            form, param = calls, "tools"
+    elif form is not None:
+        form = _answer(form, front)
     if form is None:
         return None
     _check_tag(form, param)
     if front.formats.harmony:
-        form = _in_channels(form if tools else _sequence(*map(_harmony, FINAL), form))
+        form = _in_channels(form)
     elif front.formats.reasoning != "none" and thinks(front.tokens, prompt):
         form = _after_thinking(form)
     source = json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False)
     if len(source.encode()) > MAX_SOURCE:
         raise bad(param, f"a grammar of more than {MAX_SOURCE} bytes", "invalid_grammar")
     return source, param
+
+
+def _answer(form: dict[str, Any], front: Front) -> dict[str, Any]:
+    return _sequence(*map(_harmony, FINAL), form) if front.formats.harmony else form
 
 
 def _plain(body: Common) -> tuple[dict[str, Any] | None, str]:
@@ -179,7 +188,7 @@ def _in_channels(form: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _tools(body: ChatRequest, front: Front) -> dict[str, Any]:
+def _tools(body: ChatRequest, front: Front, beside_text: bool) -> dict[str, Any]:
     choice = body.tool_choice
     wanted = [t.function for t in body.tools or ()]
     if isinstance(choice, NamedTool):
@@ -196,7 +205,7 @@ def _tools(body: ChatRequest, front: Front) -> dict[str, Any]:
         begin = style.begins_with_name.replace("NAME", name)
         tags.append({"type": "tag", "begin": begin, "content": _json_of(schema), "end": style.closes})
     once = body.parallel_tool_calls is False or isinstance(choice, NamedTool)
-    if choice in (None, "auto"):
+    if beside_text:
         return {"type": "triggered_tags", "triggers": [style.begin], "tags": tags, "stop_after_first": once}
     # Calls and nothing else: a model that was made to call would talk on behind them.
     return {

@@ -289,6 +289,32 @@ def test_who_must_call_says_nothing_else(style: str) -> None:
     assert matcher.accept_token(0)
 
 
+@pytest.mark.parametrize(("choice", "says"), [("auto", True), (None, True), ("required", False)])
+def test_beside_tools_an_answer_is_calls_or_what_the_format_says(choice: str | None, says: bool) -> None:
+    import xgrammar
+
+    compiler = Compiler()
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA | {"additionalProperties": False}}}
+    fields = {"tools": [WEATHER], "tool_choice": choice, "response_format": form}
+    response, _ = asked_for(fields, compiler, tool_call_parser="hermes")
+    assert response.status_code == 200, response.text
+    info = xgrammar.TokenizerInfo([bytes([i]) for i in range(256)], stop_token_ids=[0])
+    compiled = xgrammar.GrammarCompiler(info).compile_structural_tag(compiler.asked[0])
+
+    def whole(text: str) -> bool:
+        matcher = xgrammar.GrammarMatcher(compiled)
+        return matcher.accept_string(text) and matcher.accept_token(0)
+
+    call = STYLES["hermes"].begins_with_name.replace("NAME", "weather") + '{"city": "a"}' + STYLES["hermes"].closes
+    assert whole(call) and whole(call + STYLES["hermes"].separator + call)
+    assert whole('{"a": 1}') == says
+    assert not any(map(whole, ("", "So", '{"b": 1}', call + '{"a": 1}', '{"a": 1}' + call)))
+    wrong = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}}}
+    if says:
+        error = asked_for(fields | {"response_format": wrong}, Compiler())[0].json()["error"]
+        assert (error["code"], error["param"]) == ("invalid_grammar", "response_format")
+
+
 THOUGHT = '<|channel|>analysis<|message|>hm {"x"}<|end|><|start|>assistant'
 SAID, CALLED = "<|channel|>final<|message|>", "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
 FORCED = {"tools": [WEATHER, {"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}
@@ -305,6 +331,9 @@ ONE = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": [
          [SAID, THOUGHT + SAID, CALLED + "{}" + "<|start|>", CALLED.replace("weather", "g"), CALLED + "[", "<"]),
         (FORCED | {"tool_choice": {"type": "function", "function": {"name": "f"}}},
          [CALLED.replace("weather", "f") + "{}"], [CALLED]),
+        ({"tools": [WEATHER], "guided_json": ONE},
+         [SAID + '{"a": 1}', THOUGHT + SAID + '{"a": 1}', CALLED + "{}", THOUGHT + CALLED + "{}"],
+         ["So", SAID + "So", SAID + '{"b', THOUGHT + SAID + "So", CALLED.replace("weather", "g")]),
     ],
 )  # fmt: skip
 def test_harmonys_channels_are_constrained_behind_the_thought(
