@@ -367,7 +367,7 @@ class TorchExecutor:
     def profile(self, start: bool) -> str:
         """Start or stop torch's profiler."""
         if self.profile_folder is None:
-            raise RuntimeError("no folder for profiles was given at the start")
+            raise RuntimeError("no folder for profiles was given at the start (--profile-folder)")
         if start == (self._profiler is not None):
             raise RuntimeError("a profile is running" if start else "no profile is running")
         if start:

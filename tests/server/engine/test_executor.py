@@ -250,6 +250,8 @@ def test_controls_are_answered_while_requests_run(tmp_path: Path) -> None:
     replies: list[Reply] = []
     tell = bench.engine.deliver
     bench.engine.deliver = lambda message: replies.append(message) if isinstance(message, Reply) else tell(message)
+    with pytest.raises(RuntimeError, match=r"no folder for profiles .* \(--profile-folder\)"):
+        bench.executor.profile(True)
     bench.executor.profile_folder = folder = tmp_path / "profiles"
     folder.mkdir()
 
