@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fastlayers_server.front.errors import ApiError, bad
 from fastlayers_server.front.generation import Front
 from fastlayers_server.front.parsers import STYLES, UNTHINK, Harmony, thinks
-from fastlayers_server.front.schemas import ChatRequest, Common, NamedTool
+from fastlayers_server.front.schemas import ChatRequest, Common, FunctionDef, NamedTool
 
 if TYPE_CHECKING:
     from fastlayers_server.engine.grammar import GrammarWorker
@@ -193,9 +193,8 @@ def _tools(body: ChatRequest, front: Front, beside_text: bool) -> dict[str, Any]
     wanted = [t.function for t in body.tools or ()]
     if isinstance(choice, NamedTool):
         wanted = [f for f in wanted if f.name == choice.function.name]
-    contents = {function.name: function.parameters or {"type": "object"} for function in wanted}
-    for name, schema in contents.items():
-        check_schema(schema, f"tools.{name}.parameters")
+    left = choice in (None, "auto")
+    contents = {function.name: _arguments(function, bool(function.strict) or not left) for function in wanted}
     if front.formats.harmony:
         headers = {name: (CHANNEL, f"commentary to=functions.{name} ", *JSON_BODY) for name in contents}
         calls = [_sequence(*map(_harmony, headers[name]), _json_of(schema)) for name, schema in contents.items()]
@@ -212,6 +211,19 @@ def _tools(body: ChatRequest, front: Front, beside_text: bool) -> dict[str, Any]
         "type": "tags_with_separator", "tags": tags, "separator": style.separator, "at_least_one": True,
         "stop_after_first": once,
     }  # fmt: skip
+
+
+def _arguments(function: FunctionDef, promised: bool) -> dict[str, Any]:
+    """Return the schema of a function's arguments; where nothing is promised of them, an object if it is refused."""
+    schema = function.parameters or {"type": "object"}
+    try:
+        check_schema(schema, f"tools.{function.name}.parameters")
+    except ApiError as error:
+        if promised:
+            raise
+        log.info("arguments of a tool that is not strict are any object: %s", error)
+        return {"type": "object"}
+    return schema
 
 
 def _check_counts(source: str, param: str) -> None:

@@ -248,6 +248,25 @@ def test_calls_are_constrained_behind_the_thought(qwen: Any, choice: Any) -> Non
     assert calls["tags"][0]["content"]["json_schema"] == WEATHER["function"]["parameters"]  # type: ignore[index]
 
 
+@pytest.mark.parametrize(
+    ("choice", "strict", "held"), [("auto", None, False), ("auto", True, True), ("required", None, True)]
+)
+def test_a_tool_that_promises_nothing_may_have_any_schema(qwen: Any, choice: str, strict: Any, held: bool) -> None:  # noqa: F811
+    """What tools' servers write, addresses with a length among it, fails no request that may do without a call."""
+    link = {"type": "string", "format": "uri", "maxLength": 2083}
+    function = {"name": "f", "strict": strict, "parameters": {"type": "object", "properties": {"link": link}}}
+    tools, compiler = [WEATHER, {"type": "function", "function": function}], Compiler()
+    response, _ = asked_for({"tools": tools, "tool_choice": choice}, compiler, tokens=qwen, vocab_size=520)
+    if held:
+        assert response.status_code == 400
+        assert "tools.f.parameters.properties.link.maxLength" in response.json()["error"]["message"]
+        return
+    assert response.status_code == 200, response.text
+    tags = json.loads(compiler.asked[0])["format"]["elements"][2]["tags"]
+    wanted = [WEATHER["function"]["parameters"], {"type": "object"}]  # type: ignore[index]
+    assert [tag["content"]["json_schema"] for tag in tags] == wanted
+
+
 def test_every_source_that_we_make_is_one_that_xgrammar_compiles(qwen: Any) -> None:  # noqa: F811
     import xgrammar
 
