@@ -315,6 +315,17 @@ def test_a_foreign_row_that_breaks_is_a_reason_or_a_named_error() -> None:
         choice.build()
 
 
+@pytest.mark.parametrize("said", [False, True, "", 0])
+def test_a_refusal_without_a_sentence_is_a_reason(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = Backend("bad", Echo, refuse=lambda cfg, device: said, auto_on=("cpu",))
+    why = f"its refuse() returned {said!r}"
+    choice = toy(bad).choose("cfg", "cpu")
+    assert choice.name == "torch" and choice.refused == {"bad": why}
+    monkeypatch.setattr(RMS_NORM, "ranked", [bad, *RMS_NORM.ranked])
+    row = fl.backends("rms_norm", device="cpu")[0]
+    assert (row.name, row.hardware, row.reason) == ("bad", False, why)
+
+
 def test_environment_names_are_checked_for_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env.BACKEND, "mla=nope")
     with pytest.raises(UnknownNameError, match="mla: backend 'nope' is unknown"):

@@ -107,7 +107,7 @@ class Backend:
         return loaded
 
     def refusal(self, cfg: Any, device: Device) -> str | None:
-        """Return what ``refuse`` says; a predicate that raises refuses with what it raised."""
+        """Return what ``refuse`` says; a predicate that raises, or returns no sentence, refuses with that."""
         if not self.serves(phase := getattr(cfg, "phase", "")):
             return f"serves {' and '.join(self.phases)} only, not {phase or 'every phase'}"
         if getattr(cfg, "tree", False) and not self.masks_trees:
@@ -117,9 +117,10 @@ class Backend:
         if getattr(cfg, "captured", False) and not self.captures_extend:
             return "captures no extend: its launches follow from lengths on the host"
         try:
-            return self.refuse(cfg, device)
+            found: object = self.refuse(cfg, device)
         except Exception as error:  # a foreign row must not break the layer; the reason is kept
             return f"its refuse() raised {type(error).__name__}: {error}"
+        return found if found is None or (isinstance(found, str) and found) else f"its refuse() returned {found!r}"
 
     def why_not(
         self, cfg: Any, device: Device, ahead: Callable[[Any, Device], str | None] = supports_all
