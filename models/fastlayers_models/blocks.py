@@ -440,11 +440,10 @@ class CausalLM(nn.Module):
             return
         if torch.is_grad_enabled():
             self._refuse_grad()
-        if known is not None and known[0]() is caches[0] and known[1]() is meta.plans:
-            return meta.vouch()
-        for _, layer, cache in zip(range(self.config.num_hidden_layers), self.decoder.layers, caches, strict=False):
-            layer.self_attn.check_step(meta, cache)
-        self._checked = weakref.ref(caches[0]), weakref.ref(meta.plans)
+        if known is None or known[0]() is not caches[0] or known[1]() is not meta.plans:
+            for _, layer, cache in zip(range(self.config.num_hidden_layers), self.decoder.layers, caches, strict=False):
+                layer.self_attn.check_step(meta, cache)
+            self._checked = weakref.ref(caches[0]), weakref.ref(meta.plans)
         meta.vouch()
 
     def _refuse_grad(self) -> None:

@@ -167,6 +167,8 @@ def test_errors() -> None:
         fl.AttentionBatch((-1,), (1,), [[1]])
     with pytest.raises(ArgumentError, match=r"page_table\[1\] is 1 pages for 5 tokens; accepted: 2 to 2 pages"):
         plan(fl.AttentionBatch((1, 1), (0, 4), [[1], [2]]))
+    with pytest.raises(ArgumentError, match="2 pages for 9 tokens; accepted: at most 8 tokens, on 2 pages of 4 tokens"):
+        plan(fl.AttentionBatch((1, 1), (0, 8), [[1], [2, 3]]))
     with pytest.raises(ArgumentError, match="at most 2 requests, 4 tokens"):
         plan(fl.AttentionBatch((5,), (0,), [[1, 2]]))
     for query, bucket in (((2,), 2), ((1, 1), 1), ((1,), 3)):

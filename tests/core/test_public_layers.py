@@ -451,6 +451,25 @@ def test_pages_outside_the_cache_are_named_in_debug_mode(name: str, monkeypatch:
     assert layer(**arguments).shape == (8, 32)
 
 
+@pytest.mark.parametrize("name", ["Attention", "MLAAttention"])
+@pytest.mark.parametrize("lengths, table", [((3, 5), [[1], [1]]), ((1, 20), [[1], [2, 2]])])
+def test_new_tokens_of_one_slot_are_named_in_debug_mode(
+    name: str, lengths: tuple[int, ...], table: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page that two requests write, or that stands twice in a row: one token would be read for both."""
+    monkeypatch.setenv("FASTLAYERS_DEBUG", "1")
+    layer, state = filled(SUBJECTS[name].make()), fl.AttentionState(2, 32, 2, 16)
+    cache = fl.kv_cache_spec(layer, page_size=16).allocate(4)[0]
+    words = rf"meta.out_cache_loc is slot \d+ of page {table[-1][0]} for several new tokens; accepted: a slot of"
+    with pytest.raises(ArgumentError, match=words):
+        layer(R(sum(lengths), 32), state.plan(fl.AttentionBatch(lengths, (0, 0), table)), cache)
+    assert not any(t.any() for t in tensors(cache))
+    shared_prefix = fl.AttentionBatch((3, 1), (16, 16), [[1, 2], [1, 3]])
+    assert layer(R(4, 32), state.plan(shared_prefix), cache).shape == (4, 32)
+    padded = state.plan(fl.AttentionBatch((), (), []), bucket=2)  # whose rows write to nobody's page
+    assert layer(R(2, 32), padded, cache).shape == (2, 32)
+
+
 def deepseek_core() -> object:
     from fastlayers.attention.mla.config import MLAConfig
 

@@ -134,7 +134,7 @@ def behind_prefixes(steps: Any, config: SchedulerConfig) -> None:
         for count, length in [*((count, count) for count in sorted(prompts, reverse=True)), *tails(config)]:
             x = torch.zeros(count, layer.hidden_size, dtype=layer.cfg.dtype, device=device)
             batch = AttentionBatch((count,), (length - count,), [[1] * -(-length // config.page_size)])
-            layer(x, state.plan(batch), cache)
+            layer(x, state.plan(batch).vouch(), cache)
 
 
 @torch.inference_mode()

@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from fastlayers import env
 from fastlayers.attention.context_buckets import CONTEXTS, context_of
 from fastlayers.attention.kv_cache.spec import LayerCache
-from fastlayers.attention.meta import AttentionMeta, check_pages, check_step
+from fastlayers.attention.meta import AttentionMeta, check_pages, check_slots, check_step
 from fastlayers.comm.parallel import Shard
 from fastlayers.errors import ArgumentError, check_tensor, free_to_look
 from fastlayers.layer import Layer, check_asked
@@ -204,6 +204,8 @@ class AttentionCore(Layer):
                 self.name, "cache.values", cache.values, shape=both, dtype=dtype, device=where, contiguous=True
             )
         check_pages(self.name, meta, cache.num_pages, self._debug or free_to_look(meta.page_table))
+        if self._debug:
+            check_slots(self.name, meta)
 
     def before_the_cache(self) -> dict[str, torch.Tensor]:
         """Return the parameters whose gradients would be cut off where keys and values are cached."""

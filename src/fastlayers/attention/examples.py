@@ -38,4 +38,6 @@ def step_examples(layer: Any, count: int) -> list[tuple[Any, ...]]:
     x = torch.zeros(count, layer.hidden_size, dtype=layer.cfg.dtype, device=device)
     decode = AttentionBatch((1,) * count, (0,) * count, [[1]] * count)  # one row for all of them
     extend = AttentionBatch((count,), (0,), [list(range(1, pages + 1))])
-    return [(x, AttentionState(count, count, pages, size, device).plan(batch), cache) for batch in (decode, extend)]
+    return [
+        (x, AttentionState(count, count, pages, size, device).plan(batch).vouch(), cache) for batch in (decode, extend)
+    ]

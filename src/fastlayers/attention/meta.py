@@ -154,9 +154,10 @@ class AttentionMeta:
         object.__setattr__(self, "is_decode", one_each)
         object.__setattr__(self, "context", context_of(self.max_seq_len))
 
-    def vouch(self) -> None:
-        """Say that this step was checked against the model's inputs and caches."""
+    def vouch(self) -> AttentionMeta:
+        """Say that this step was checked, or that nobody reads what it computes, and return it."""
         object.__setattr__(self, "checked", True)
+        return self
 
     def plan_of(self, key: Hashable, make: Callable[[AttentionMeta], BackendScratch]) -> Any:
         """Return the plan of a backend for this step; ``key`` is shared by all layers of an attention group.
@@ -406,7 +407,8 @@ class AttentionState:
             if not hasattr(pages, "__len__") or getattr(pages, "ndim", 1) != 1:
                 raise ArgumentError(name, f"page_table[{row}]", describe(pages), "a sequence of page numbers")
             if len(pages) > self.max_pages or len(pages) * self.page_size < length:
-                wanted = f"{-(-length // self.page_size)} to {self.max_pages} pages of {self.page_size} tokens"
+                least, of = -(-length // self.page_size), f"{self.max_pages} pages of {self.page_size} tokens"
+                wanted = f"{least} to {of}" if least <= self.max_pages else f"at most {self.capacity} tokens, on {of}"
                 raise ArgumentError(name, f"page_table[{row}]", f"{len(pages)} pages for {length} tokens", wanted)
 
 
@@ -462,6 +464,15 @@ def check_pages(layer: str, meta: AttentionMeta, num_pages: int, debug: bool) ->
         low, high = int(meta.page_table.min()), int(meta.page_table.max())
         if low < 0 or high >= num_pages:
             raise ArgumentError(layer, "meta.page_table", f"pages from {low} to {high}", f"pages in [0, {num_pages})")
+
+
+def check_slots(layer: str, meta: AttentionMeta) -> None:
+    """Raise :class:`ArgumentError` if new tokens of a step share a slot: one would be read for all; reads data."""
+    slots, tokens = meta.out_cache_loc.unique(return_counts=True)
+    shared = slots[(tokens > 1) & (slots >= meta.page_size)].tolist()  # page 0 is nobody's
+    if shared:
+        given = f"slot {shared[0]} of page {shared[0] // meta.page_size} for several new tokens"
+        raise ArgumentError(layer, "meta.out_cache_loc", given, "a slot of its own for each: see meta.page_table")
 
 
 __getattr__ = renamed(__name__, {"StepPlan": "BackendScratch", "StepPlans": "StepScratch"})

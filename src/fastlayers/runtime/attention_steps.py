@@ -151,4 +151,4 @@ def arguments(layer: Any, step: Step, like: Any, x: torch.Tensor, cache: Any) ->
     """Return the arguments of a layer's call; steps of several tokens attend to cached rows as they are."""
     meta = step.meta(like, x.device)
     forced = layer.core_path if not meta.is_decode else ""
-    return x, replace(meta, path=forced) if forced else meta, cache
+    return x, (replace(meta, path=forced) if forced else meta).vouch(), cache

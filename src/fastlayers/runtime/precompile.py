@@ -176,7 +176,7 @@ def _decode(layer: Any, requests: int, context: int) -> tuple[Any, ...]:
     x, cache = _rows_and_cache(layer, requests, pages)
     device = x.device
     batch = AttentionBatch((1,) * requests, (context,) * requests, [list(range(1, pages + 1))] * requests)
-    return x, AttentionState(requests, requests, pages, size, device).plan(batch), cache
+    return x, AttentionState(requests, requests, pages, size, device).plan(batch).vouch(), cache
 
 
 def _extend(layer: Any, bucket: ExtendBucket, like: Any) -> tuple[Any, ...]:
