@@ -240,6 +240,10 @@ def test_tables_stay_fp32_and_leave_meta() -> None:
     assert not rope.state_dict()
 
 
+def _partial(factor: object) -> dict[str, object]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": factor}}
+
+
 def test_configs_are_checked() -> None:
     for build, argument in (
         (lambda: RotaryConfig(8, 3), "rotary_dim"),
@@ -261,6 +265,10 @@ def test_configs_are_checked() -> None:
         (lambda: RotaryEmbedding.from_config(dict(LLAMA3), head_dim=8, max_position=8), "config"),
         (lambda: RotaryEmbedding.from_config("llama", head_dim=8, max_position=8), "config"),
         (lambda: RotaryEmbedding.from_config(None, head_dim=8, max_position=8), "config"),
+        # 0 is not what a silent config means.
+        (lambda: RotaryEmbedding.from_config({"rope_theta": 0}, head_dim=8, max_position=8), "base"),
+        (lambda: RotaryEmbedding.from_config(_partial(0.0), head_dim=8, max_position=8), "rotary_dim"),
+        (lambda: RotaryEmbedding.from_config(_partial("0.5"), head_dim=8, max_position=8), "partial_rotary_factor"),
         (lambda: RopeScaling.from_config({"rope_parameters": {"full_attention": LLAMA3}}), "layer_type"),
         (lambda: RopeScaling.from_config({"rope_parameters": {"full_attention": LLAMA3}}, "full"), "layer_type"),
     ):

@@ -31,6 +31,7 @@ from fastlayers.errors import (
     ArgumentError,
     as_integers,
     check_kind,
+    check_number,
     check_plain,
     check_positive,
     check_tensor,
@@ -193,6 +194,11 @@ class RotaryEmbedding(Layer):
         ``head_dim`` and ``max_position`` default to the config's. How dimensions pair is not in the config.
         """
         rope = rope_parameters(config, layer_type)
+        base, part = (
+            default if (given := rope.get(name)) is None else given
+            for name, default in (("rope_theta", 10000.0), ("partial_rotary_factor", 1.0))
+        )
+        check_number("RotaryEmbedding.from_config", partial_rotary_factor=part)
         if head_dim is None:
             head_dim = config_value(config, "head_dim")
         if head_dim is None:
@@ -205,12 +211,12 @@ class RotaryEmbedding(Layer):
             max_position = config_value(config, "max_position_embeddings")
         return cls(
             head_dim,
-            base=rope.get("rope_theta") or 10000.0,
+            base=base,
             scaling=RopeScaling.from_config(config, layer_type),
             max_position=max_position,
             interleaved_in=interleaved_in,
             interleaved_out=interleaved_out,
-            rotary_dim=int(head_dim * (rope.get("partial_rotary_factor") or 1.0)),
+            rotary_dim=int(head_dim * part),
             device=device,
             backend=backend,
         )
