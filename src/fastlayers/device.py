@@ -247,7 +247,7 @@ def _probe(import_name: str, load: bool) -> Package:
             importlib.import_module(import_name)
         except Exception as error:  # a broken package may raise anything; the reason is kept
             first_line = (str(error).splitlines() or [""])[0]
-            reason = f"{import_name} {version or ''} fails to import: {type(error).__name__}: {first_line}"
+            reason = f"{_named(import_name)} fails to import: {type(error).__name__}: {first_line}"
             return Package(import_name, "broken", version, reason)
         finally:
             import_seconds.setdefault(import_name, time.perf_counter() - begin)
@@ -279,18 +279,22 @@ def missing(needs: tuple[str, ...], *, load: bool) -> str | None:
     return None
 
 
+def _named(module: str) -> str:
+    """Return a module's name with the version of its package, where that is known."""
+    return " ".join(filter(None, (module, _version(module.split(".")[0]))))
+
+
 @lru_cache
 def _lacks(module_name: str, attribute: str) -> str | None:
-    version = _version(module_name.split(".")[0]) or ""
     try:
         found: object = importlib.import_module(module_name)
     except Exception as error:  # as above: any failure of a foreign package is a reason, not a crash
-        return f"{module_name} {version} fails to import: {type(error).__name__}: {error}"
+        return f"{_named(module_name)} fails to import: {type(error).__name__}: {error}"
     for piece in filter(None, attribute.split(".")):
         try:
             found = getattr(found, piece)
         except AttributeError:
-            return f"{module_name} {version} has no {attribute}"
+            return f"{_named(module_name)} has no {attribute}"
     return None
 
 

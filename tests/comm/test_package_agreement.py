@@ -76,7 +76,7 @@ def ask(rank: Rank, folder: str, by: str, broken: int) -> list[str]:
 def test_all_ranks_name_the_one_that_cannot_import(by: str, tmp_path: Path) -> None:
     for said in world(2).run(ask, str(tmp_path), by, 1):
         for each in said:
-            assert "rank 1: flashinfer.comm  fails to import: ImportError: libcudart.so.13 is not here" in each
+            assert "rank 1: flashinfer.comm fails to import: ImportError: libcudart.so.13 is not here" in each
     fine = tmp_path / "fine"
     assert world(2).run(ask, str(fine), by, -1) == [["flashinfer"] * 2] * 2
 
