@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fastlayers as fl
-from fastlayers.registry import LAYERS, Backend, registry
+from fastlayers.registry import LAYERS, Backend, plugins, registry
 from fastlayers.registry.layers import LAYERS as PLACES
 from fastlayers.registry.spec import spec_of
 from fastlayers.testing.parity import check_parity
@@ -63,7 +63,7 @@ def softcap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_a_layer_is_seven_files(softcap: Path) -> None:
     assert PLACES is LAYERS
     assert len(FILES) + len(blocks("Add a layer")[-2].splitlines()) == 7
-    assert len(blocks("Add a backend")) == 2
+    assert len(blocks("Add a backend")) == 3
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -130,3 +130,13 @@ def test_the_backend_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(layer(torch.full((1, 2), 60.0)), torch.full((1, 2), 30 * 0.9640276))
     rows = {each.name: each for each in fl.backends("softcap", device="H200")}
     assert "runs on the host" in rows["numpy"].reason and not rows["numpy"].hardware
+
+
+def test_the_plug_in_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, found = registry("softcap"), {}
+    monkeypatch.setattr(table, "ranked", list(table.ranked))
+    exec(blocks("Add a backend")[2], found)
+    found["register"](plugins._add)
+    assert [row.name for row in table.ranked] == ["triton", "mine", "torch", "reference"]
+    why = fl.Softcap(30).choice.refused["mine"]  # type: ignore[attr-defined]
+    assert why == "my_package is not installed (pip install my_package)"
