@@ -151,6 +151,20 @@ def test_a_token_that_sees_nothing(impl: Any) -> None:
     assert torch.equal(sunk[0][:2], torch.zeros(2, 2, 8)) and sunk[1][0].tolist() == [0.5, 2.0]
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_an_idle_request_without_keys(impl: Any) -> None:
+    cfg = GQAConfig(2, 1, 8, 0.5, sinks=True, page_size=16, dtype=torch.float32, kv_dtype=torch.float32)
+    cache, q, sinks = torch.randn(3, 16, 1, 8), torch.randn(4, 2, 8), torch.tensor([0.5, 2.0])
+    both, alone = (
+        AttentionState(2, 8, 1, 16).plan(AttentionBatch((4, 0)[:rows], (3, 0)[:rows], [[1], [2]][:rows]))
+        for rows in (2, 1)
+    )
+    for found, wanted in zip(
+        impl(cfg)(q, cache, cache, both, sinks), impl(cfg)(q, cache, cache, alone, sinks), strict=True
+    ):
+        torch.testing.assert_close(found, wanted)
+
+
 def test_another_requests_nan_stays_there() -> None:
     """A page that once held NaN may lie behind a shorter request's last key."""
     cfg = GQAConfig(2, 1, 8, 0.5, page_size=16, dtype=torch.float32, kv_dtype=torch.float32)

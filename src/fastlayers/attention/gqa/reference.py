@@ -58,7 +58,7 @@ class ReferenceGQA:
         scores = scores.masked_fill(~seen, -torch.inf)
         if sink is not None:
             scores = torch.cat([scores, sink.float().expand(len(q), 1)], dim=1)
-            v = torch.cat([v, torch.zeros_like(v[:1])])
+            v = torch.cat([v, v.new_zeros(1, v.shape[1])])  # beside no keys as well
         lse = torch.logsumexp(scores, dim=1)
         weights = torch.exp(scores - lse[:, None]).masked_fill((lse == -torch.inf)[:, None], 0.0)
         return weights @ v, lse
