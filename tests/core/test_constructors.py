@@ -56,7 +56,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "num_shared": ("1", -1),
     "qk_norm": ("x",),
     "softcap": ("x", 0),
-    "softmax_scale": ("x",),
+    "softmax_scale": ("x", 0.0, -0.5),
     "norm_eps": ("x",),
     "alpha": ("x",),
     "limit": ("x",),

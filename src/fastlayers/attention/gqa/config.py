@@ -36,7 +36,7 @@ from fastlayers.attention.kv_cache.spec import DTYPES as CACHE_DTYPES
 from fastlayers.attention.kv_write.layer import needs_e4m3
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.device import Device
-from fastlayers.errors import ArgumentError, check_choice, check_positive
+from fastlayers.errors import ArgumentError, check_choice, check_plain, check_positive
 from fastlayers.registry import Backend, Registry, blackwell_guard, reference_backend, torch_backend, triton_backend
 
 NAME = "Attention"
@@ -103,6 +103,7 @@ class GQAConfig:
         if not self.causal and (self.tree or self.window is not None):
             given = "False with a tree" if self.tree else f"False with window {self.window}"
             raise ArgumentError(NAME, "causal", given, "True for windows and trees")
+        check_plain(NAME, "float > 0", softmax_scale=self.softmax_scale)
         if self.softcap is not None and not self.softcap > 0:
             raise ArgumentError(NAME, "softcap", self.softcap, "a positive number or None")
         check_choice(NAME, "dtype", self.dtype, CACHE_DTYPES[:3])

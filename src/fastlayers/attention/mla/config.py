@@ -33,7 +33,7 @@ import torch
 
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.device import Device
-from fastlayers.errors import ArgumentError, check_choice, check_fields, check_positive
+from fastlayers.errors import ArgumentError, check_choice, check_fields, check_plain, check_positive
 from fastlayers.registry import (
     TRITON_NEEDS,
     Backend,
@@ -87,6 +87,7 @@ class MLAConfig:
             qk_nope_head_dim=self.qk_nope_head_dim, v_head_dim=self.v_head_dim, page_size=self.page_size,
             context=self.context,
         )  # fmt: skip
+        check_plain(NAME, "float > 0", softmax_scale=self.softmax_scale)
         floats = (torch.float32, torch.float16, torch.bfloat16)
         check_choice(NAME, "dtype", self.dtype, floats)
         check_choice(NAME, "kv_dtype", self.kv_dtype, (*floats, torch.float8_e4m3fn))
