@@ -142,6 +142,21 @@ def test_a_layer_runs_on_each_count(name: str) -> None:
     assert {label.split()[-1] for label, _, _ in report.steps} == {"5", "1"}
 
 
+@pytest.mark.parametrize("name", ["gqa", "mla"])
+@pytest.mark.parametrize("tokens", [[5, 1], "all"])
+def test_debug_mode_refuses_no_step_of_a_warm_up(name: str, tokens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests write one page, which is refused of a step that somebody reads."""
+    monkeypatch.setenv("FASTLAYERS_DEBUG", "1")
+    assert fl.warmup(LAYERS[name](), tokens=tokens, progress=False).steps
+
+
+@pytest.mark.parametrize("name", ["gqa", "mla"])
+def test_layers_run_as_many_tokens_as_their_rotary_embeddings_reach(name: str) -> None:
+    for module in (LAYERS[name](), nn.ModuleDict({"norm": fl.RMSNorm(8), "attention": LAYERS[name]()})):
+        labels = [label for label, _, _ in fl.warmup(module, max_batch=2, progress=False).steps]
+        assert {int(label.split()[-1]) for label in labels[1:]} == {64, 32, 16, 8, 4, 2, 1}, labels
+
+
 def test_layers_inside_a_module_and_their_own_examples() -> None:
     module = nn.ModuleDict({"norm": fl.RMSNorm(8), "attention": LAYERS["gqa"](), "other": nn.Linear(2, 2)})
     labels = [label for label, _ in calls_of(module, [3])]

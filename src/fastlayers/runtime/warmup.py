@@ -107,7 +107,8 @@ def warmup(
         the step's label says so. ``"all"``: whatever steps of up to ``max_tokens`` tokens and ``max_batch`` requests
         need, compiled side by side.
     max_tokens : int, optional
-        Of ``"all"``; default: what the module says its longest request is, else 8192.
+        Of ``"all"``; default: what the module says its longest request is, else 8192, or what its rotary embeddings
+        reach.
     max_batch : int
         Of ``"all"``.
     build : bool
@@ -285,7 +286,10 @@ def _longest(module: Any) -> int:
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     places = (module, "max_length"), (config, "max_position_embeddings")
     found = [value for holder, name in places if isinstance(value := getattr(holder, name, None), int)]
-    return max(1, min(found) - NEW_TOKENS) if found else USUAL_TOKENS
+    if found:
+        return max(1, min(found) - NEW_TOKENS)
+    rotaries = [layer.rotary for layer in _layers_of(module) if hasattr(layer, "rotary")]
+    return min([USUAL_TOKENS, *(getattr(rotary, "max_position", USUAL_TOKENS) for rotary in rotaries)])
 
 
 def _powers(most: int) -> list[int]:
