@@ -75,7 +75,7 @@ for arguments in {commands}:
 REPLACED = """
 import sys, time, types
 
-class Found(Exception):
+class Found(BaseException):  # no handler of errors takes it
     pass
 
 class PreTrainedTokenizerFast:

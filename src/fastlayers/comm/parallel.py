@@ -26,6 +26,7 @@ from fastlayers.errors import (
     check_kind,
     check_plain,
     check_positive,
+    describe,
 )
 from fastlayers.moe.placement.planner import EplbConfig
 
@@ -55,6 +56,11 @@ class Axis:
         known = self.ranks not in ((), (0,))
         if known and (len(self.ranks) != self.size or len(set(self.ranks)) != self.size or min(self.ranks) < 0):
             raise ArgumentError("Axis", "ranks", self.ranks, f"{self.size} different ranks, none negative")
+        processes = self.processes
+        whole = isinstance(processes, tuple) and all(isinstance(p, list | tuple) and len(p) == 3 for p in processes)
+        if not whole or len(processes) not in (0, self.size):
+            accepted = f"(), or host, process id and birth of each of the {self.size} ranks' processes"
+            raise ArgumentError("Axis", "processes", describe(processes), accepted)
 
     def part(self, extent: int, what: str) -> slice:
         """Return this rank's slice of ``extent`` equal parts, or raise naming ``what`` is not divisible."""
