@@ -163,6 +163,8 @@ class ModelContext:
 class SwiGLU(nn.Module):
     """``down(silu(gate(x)) * up(x))``; partial sums over ``tp``."""
 
+    reads = "gate_up_proj"  # what alone sees the input, see linear_of
+
     def __init__(self, context: ModelContext, name: str, intermediate_size: int, *, bias: bool = False) -> None:
         super().__init__()
         hidden, parallel = context.config.hidden_size, context.parallel
@@ -170,7 +172,6 @@ class SwiGLU(nn.Module):
         self.act_fn = fl.SiluAndMul(intermediate_size // parallel.tp.size, device=context.device, dtype=context.dtype)
         self.down_proj = context.linear(f"{name}.down_proj", intermediate_size, hidden, bias, shard=parallel.row())
         down = self.down_proj
-        self.reads = "gate_up_proj"  # what alone sees the input, see layout_of_codes
         self.act_quant = down.quantised_activation(self.act_fn) if isinstance(down, fl.FP8BlockLinear) else None
 
     def forward(self, x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
@@ -230,7 +231,7 @@ class DecoderLayer(nn.Module):
 
         ``valid``: which of the step's rows are real, see :func:`routed_rows`; ``None``: all.
         """
-        norms = self.communicator.bare_norms(hidden)
+        norms = self.communicator.bare_norms(hidden, coded=meta.checked)
         if norms is None or hidden.tensor.shape[0] != meta.positions.shape[0]:
             for stage in self.STAGES:
                 hidden = self.run(stage, hidden, meta, cache, step, valid)

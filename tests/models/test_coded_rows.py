@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 import fastlayers as fl
 from fastlayers.attention.meta import AttentionBatch, AttentionState
 from fastlayers.comm import seam as seam_module
 from fastlayers.comm.gather_rows.collective import CollectiveGatherRows
+from fastlayers.comm.layouts import Hidden
 from fastlayers.comm.seam import Seam
 from fastlayers.layer import trust
 from fastlayers.linear.fp8_block.layer import FP8BlockLinear
 from fastlayers.linear.fp8_block.torch import TorchFP8Linear
 from fastlayers.norm.rms_norm.layer import RMSNorm
-from fastlayers.quant.coded_rows import CodedRows, layout_of_codes
+from fastlayers.quant.coded_rows import CodedRows, layout_of_codes, linear_of
 from fastlayers.quant.group_quant.layer import quantize_groups
 from fastlayers.testing.world import Rank, world
 from fastlayers_models.auto import family_of
@@ -138,8 +140,37 @@ def test_norms_of_one_rank_write_codes_and_change_no_bit(
     model = copy.deepcopy(model)
     again, counts = step(9)
     assert torch.equal(again, coded) and counts == [9] * norms
+    # A reader that somebody put in its place checks what comes, and so does a layer that nobody vouched for.
+    layer = model.decoder.layers[1]
+    linear = linear_of(layer.self_attn)
+    other = fl.FP8BlockLinear(linear.local_in, linear.local_out, backend="triton")
+    other.load_state_dict(linear.state_dict())
+    setattr(layer.self_attn, type(layer.self_attn).reads, other)
+    again, counts = step(9)
+    assert torch.equal(again, coded) and len(counts) == norms - 1
+    written.clear()
+    state = AttentionState(1, 9, 8, 16, "cpu")
+    cache = fl.kv_cache_spec(model, page_size=16, dtype=model.kv_dtype).allocate(9, "cpu")[0]
+    meta = state.plan(AttentionBatch((9,), (0,), [list(range(1, 9))]))
+    alone = model.decoder.layers[0](Hidden.start(torch.randn(9, 256).bfloat16()), meta, cache, None)
+    assert alone.tensor.isfinite().all() and len(written) == norms - 4
     monkeypatch.setattr(RMSNorm, "coded", lambda *given: None)
     assert torch.equal(step(9)[0], coded)
+
+
+@torch.inference_mode()
+def test_checks_of_debug_mode_see_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTLAYERS_BACKEND", "rms_norm=triton,fp8_linear=triton")
+    monkeypatch.setenv("FASTLAYERS_DEBUG", "1")
+    family: Any = family_of(LATENT)
+    model = family(family.config_class.from_hf(LATENT), dtype=torch.bfloat16, device="cpu", page_size=16).eval()
+    fill_random(model)
+    fl.finalize(model)
+    state = AttentionState(1, 9, 8, 16, "cpu")
+    caches = fl.kv_cache_spec(model, page_size=16, dtype=model.kv_dtype).allocate(9, "cpu")
+    monkeypatch.setattr(RMSNorm, "coded", lambda *given: pytest.fail("nothing is trusted"))
+    meta = state.plan(AttentionBatch((9,), (0,), [list(range(1, 9))]))
+    assert model(torch.arange(9), meta, caches).isfinite().all()
 
 
 @torch.inference_mode()
@@ -147,17 +178,54 @@ def test_who_takes_codes() -> None:
     made = fl.FP8BlockLinear(256, 128, backend="triton")
     made.weight.data.view(torch.uint8).random_(0, 100)
     x = torch.randn(40, 256, dtype=torch.bfloat16)
+    assert layout_of_codes(made, 40) is None  # it would check what comes
+    trust(made)
     layout = layout_of_codes(made, 40)
     assert layout == "col" and layout_of_codes(made, 1) is None  # one token is quantised by the product itself
     codes = CodedRows(*quantize_groups(x, scale_layout=layout))
     assert codes.shape == x.shape and codes.numel() == x.numel() and not codes.requires_grad
-    trust(made)
     assert torch.equal(made(codes), made(x))
-    assert layout_of_codes(fl.FP8BlockLinear(256, 128, scale_fmt="ue8m0", backend="triton"), 40) is None
-    assert layout_of_codes(fl.FP8BlockLinear(256, 128, backend="torch"), 40) is None
-    assert layout_of_codes(fl.Linear(256, 128), 40) is None
-    made.register_forward_pre_hook(lambda module, given: None)
-    assert layout_of_codes(made, 40) is None  # whoever looks at inputs sees rows
+    others = (
+        fl.FP8BlockLinear(256, 128, scale_fmt="ue8m0", backend="triton"),
+        fl.FP8BlockLinear(256, 128, backend="torch"), fl.Linear(256, 128),
+    )  # fmt: skip
+    trust(*others)
+    assert [layout_of_codes(each, 40) for each in others] == [None] * 3
+
+
+class Reader(torch.nn.Module):
+    reads = "first"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = fl.FP8BlockLinear(256, 128, backend="triton")
+        trust(self.first)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x)
+
+
+class Again(Reader):
+    """Reads its input twice, which its class says nothing of."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + x.mean()
+
+
+def test_whoever_looks_at_an_input_sees_rows() -> None:
+    reader, seen = Reader(), lambda module, given: None
+    assert layout_of_codes(reader, 40) == "col" and layout_of_codes(Again(), 40) is None
+    for module in (reader, reader.first):
+        hook = module.register_forward_pre_hook(seen)
+        assert layout_of_codes(reader, 40) is None
+        hook.remove()
+        module.forward = module.forward  # type: ignore[method-assign]
+        assert layout_of_codes(reader, 40) is None
+        del module.forward
+    hook = register_module_forward_pre_hook(seen)
+    assert layout_of_codes(reader, 40) is None
+    hook.remove()
+    assert layout_of_codes(reader, 40) == "col"
 
 
 def test_a_hidden_size_of_no_whole_groups_has_no_codes() -> None:

@@ -44,7 +44,7 @@ COMMUNICATOR = Registry(
 )  # fmt: skip
 # What a copy makes for itself: transitions are functions of this object's own norms and collectives.
 MADE = (
-    "_tables", "_transitions", "_spread", "_hooks", "_spread_hooks", "_norms", "_readers_seen", "table", "spread_table",
+    "_tables", "_transitions", "_spread", "_hooks", "_spread_hooks", "_norms", "_coding", "table", "spread_table",
 )  # fmt: skip
 
 
@@ -218,9 +218,9 @@ class LayerCommunicator:
         self._spread = {(row.hook, row.given): row for row in tables.spread()}
         self.table = {key: row.to for key, row in self._transitions.items()}
         self.spread_table = {key: row.to for key, row in self._spread.items()}
-        self._norms: tuple[Norm, Norm] | None = norms if self.ops.alone and self.place == "full" else None
+        self._norms = norms if self.ops.alone and self.place == "full" else None
         # Who reads what they return is looked at when a step asks: the layer may not be whole yet.
-        self._readers_seen = self._norms is None or not hasattr(self._codes, "may")
+        self._coding: tuple[Norm, Norm] | None = None
         # The same by plain strings: nothing of ours is hashed in a step.
         self._hooks, self._spread_hooks = _by_strings(self._transitions), _by_strings(self._spread)
 
@@ -256,24 +256,31 @@ class LayerCommunicator:
         lines = [f"{row.hook}: {row.given} -> {row.to}: {row.how}" for row in self._transitions.values()]
         return lines + [f"spread, {row.hook}: {row.given} -> {row.to}: {row.how}" for row in self._spread.values()]
 
-    def bare_norms(self, hidden: Hidden) -> tuple[Norm, Norm] | None:
-        """Return what the hooks of a layer with this input are on one rank: two norms; ``None``: call the hooks."""
-        if not self._readers_seen:
-            self._see_readers()
+    def bare_norms(self, hidden: Hidden, *, coded: bool = False) -> tuple[Norm, Norm] | None:
+        """Return what the hooks of a layer with this input are on one rank: two norms; ``None``: call the hooks.
+
+        With ``coded`` what they return may be :class:`~fastlayers.quant.coded_rows.CodedRows`, which only a step that
+        somebody vouched for reads.
+        """
         norms = self._norms
+        if coded and norms is not None:
+            norms = self._coding or self._see_readers(norms)
         if norms is None or not self.trusted or type(hidden) is not Hidden or hidden.tensor.shape[0] == 0:
             return None
         given = hidden.layout
         return norms if given.place == "attn_full" and given.residual != "scattered" else None
 
-    def _see_readers(self) -> None:
+    def _see_readers(self, norms: tuple[Norm, Norm]) -> tuple[Norm, Norm]:
         """Have a norm of one rank ask, each step, whether its rows may be codes, where that can be."""
         codes: Any = self._codes
         first, second = (
-            CodingNorm(norm, partial(self._as_codes, hook)) if hasattr(norm, "coded") and codes.may(hook) else norm
-            for hook, norm in zip(HOOKS, (self.input_layernorm, self.post_attention_layernorm), strict=True)
+            CodingNorm(norm, partial(self._as_codes, hook))
+            if hasattr(norm, "coded") and hasattr(codes, "may") and codes.may(hook)
+            else norm
+            for hook, norm in zip(HOOKS, norms, strict=True)
         )
-        self._norms, self._readers_seen = (first, second), True
+        self._coding = first, second
+        return self._coding
 
     def prepare_attn(self, hidden: Hidden, step: StepTokens | None = None) -> Hidden:
         """Return the attention's input, ``attn_full``: any pending sum done, residual added, normalised."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook as any_global_hook
 
 from fastlayers.quant.group_quant.layer import empty_scales
 
@@ -47,13 +49,11 @@ def empty_codes(x: torch.Tensor, layout: str) -> list[torch.Tensor]:
 def layout_of_codes(reader: Any, rows: int) -> str | None:
     """Return the layout of scales in which ``reader`` takes so many rows as codes; ``None``: it takes rows only.
 
-    It is a linear that says so (``codes_layout``), or a module of which only the linear that it names (``reads``) sees
-    the input. Where a hook looks at the input of either, it sees rows.
+    It is a linear that says so (``codes_layout``) and trusts its caller, or a module of which only the linear that it
+    names (``reads``) sees the input. Where a hook or a wrapped ``forward`` looks at the input of either, it sees rows.
     """
     linear = linear_of(reader)
-    if linear is None or linear._forward_pre_hooks or linear._forward_hooks:
-        return None
-    if linear is not reader and (reader._forward_pre_hooks or reader._forward_hooks):
+    if linear is None or not getattr(linear, "trusted", False) or watched(linear) or watched(reader):
         return None
     found: str | None = linear.codes_layout(rows)
     return found
@@ -61,8 +61,25 @@ def layout_of_codes(reader: Any, rows: int) -> str | None:
 
 def linear_of(reader: Any) -> Any:
     """Return the linear that alone sees a reader's input, if it is one that may take codes; else ``None``."""
-    linear = getattr(reader, reader.reads, None) if hasattr(reader, "reads") else reader
+    if hasattr(reader, "codes_layout"):
+        return reader
+    kind: Any = type(reader)
+    reads = _reads_of(kind)
+    linear = None if reads is None else getattr(reader, reads, None)
     return linear if hasattr(linear, "codes_layout") else None
+
+
+@lru_cache
+def _reads_of(kind: Any) -> str | None:
+    """Return what a class says that it reads, where it computes as the class that says so does."""
+    owner = next((each for each in kind.__mro__ if "forward" in vars(each)), kind)
+    found: str | None = vars(owner).get("reads")
+    return found
+
+
+def watched(module: nn.Module) -> bool:
+    """Return whether somebody looks at what goes in or out of a module, or computes in its place."""
+    return bool(module._forward_pre_hooks or module._forward_hooks) or "forward" in vars(module) or any_global_hook()
 
 
 def codes_behind(layer: nn.Module, mlp: str) -> CodesBehind:
