@@ -84,11 +84,14 @@ def same_settings(parallel: ParallelSpec | None, settings: Mapping[str, Any]) ->
         agree(parallel.tp, settings)
 
 
-def same_requests(ranks: Collectives, model: Any, requests: Sequence[Any], asked: Mapping[str, Any]) -> None:
+def same_requests(
+    ranks: Collectives, model: Any, requests: Sequence[Any], asked: Mapping[str, Any], refused: str | None = None
+) -> None:
     """Compare what a generator is asked for; collective, before a step is made of it.
 
     Ranks whose prompts or limits differ would bring other numbers of rows to a sum, which then never ends, or wait for
     steps that the others do not make. One number of each is compared; where it differs the error says what it is of.
+    ``refused``: why this rank takes none of it, which the others would not know.
 
     Raises
     ------
@@ -102,7 +105,12 @@ def same_requests(ranks: Collectives, model: Any, requests: Sequence[Any], asked
     ways = [str(request.params) for request in requests]
     kinds = set(ways)
     params = kinds.pop() if len(kinds) == 1 else f"{len(kinds)} kinds, {_digest(repr(ways).encode())}"
-    facts = {"prompts": f"{len(lengths)} of {sum(lengths)} tokens, {ids}", "params": params, **asked}
+    facts = {
+        "what they refuse": refused,
+        "prompts": f"{len(lengths)} of {sum(lengths)} tokens, {ids}",
+        "params": params,
+        **asked,
+    }
     mine = torch.tensor([int(_digest(repr(facts).encode()), 16)], dtype=torch.int64, device=model.device)
     if len(set(ranks.all_gather(mine).tolist())) > 1:
         agree(model.parallel.tp, facts)

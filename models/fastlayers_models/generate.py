@@ -91,6 +91,10 @@ class Generator:
     overlap : str
         Of several ranks: which steps are computed in two halves, one while the other's rows are exchanged, see
         :class:`ModelStep`; ``"off"``, ``"two_batch"``, ``"two_chunk"`` or ``"both"``.
+
+    Notes
+    -----
+    Of several ranks all make theirs, and copy or unpickle it, at the same place: what it is made of is compared.
     """
 
     def __init__(
@@ -120,12 +124,12 @@ class Generator:
         self.model, self.max_batch, self.prefill_tokens = model, max_batch, prefill_tokens
         limit = model.config.max_position_embeddings
         self.max_length = limit if max_length is None else max_length
-        if not 0 < self.max_length <= limit:
-            raise ArgumentError("Generator", "max_length", self.max_length, f"1 to {limit} (max_position_embeddings)")
         parallel = getattr(model, "parallel", None)
         compared = "max_batch", "num_pages", "prefill_tokens", "cuda_graph", "torch_compile", "extend_buckets"
         settings = {name: self._made_of[name] for name in compared} | {"max_length": self.max_length}
         same_settings(parallel, settings | {"graphs": "given" if graphs is not None else None})
+        if not 0 < self.max_length <= limit:
+            raise ArgumentError("Generator", "max_length", self.max_length, f"1 to {limit} (max_position_embeddings)")
         pages = -(-self.max_length // model.page_size)
         self.pool = fl.PagePool(num_pages if num_pages is not None else max_batch * pages + 1, model.page_size)
         spec = fl.kv_cache_spec(model, page_size=model.page_size, dtype=model.kv_dtype)
@@ -233,21 +237,20 @@ class Generator:
             not those of the prompts' tokens, videos, or another stream of this generator that has begun and not ended,
             in whatever thread; found before anything runs.
         CollectiveMismatch
-            Ranks were given other prompts, parameters or limits; before anything runs.
+            Ranks were given other prompts, parameters or limits, or one of them refuses its own; before anything runs.
         AllocatorOverflowError
             The cache is too small for a single request, when that needs one page more than there are; with several
             attention groups before anything runs.
         """
-        requests = self._requests(prompts_of(prompts), params, max_new_tokens)
-        if pixel_values is not None and self.groups.size > 1:
-            raise ArgumentError("Generator", "pixel_values", "given", "None with several attention groups")
-        tower, ids = getattr(self.model, "tower", None), [request.prompt for request in requests]
-        image_token = getattr(self.model.config, "image_token_id", None)
-        found = prompt_images(tower, ids, pixel_values, image_grid_thw, image_token)
-        for request, images in zip(requests, found, strict=True):
-            request.images = images
-        (max_new_tokens,) = as_integers(max_new_tokens)
-        stop = stop_ids(self.model.config.eos_token_ids if eos_ids is None else eos_ids)
+        try:
+            requests = self._requests(prompts_of(prompts), params, max_new_tokens)
+            self._take_images(requests, pixel_values, image_grid_thw)
+            (max_new_tokens,) = as_integers(max_new_tokens)
+            stop = stop_ids(self.model.config.eos_token_ids if eos_ids is None else eos_ids)
+        except ArgumentError as error:  # ranks that refuse nothing would wait for this one
+            with self._alone("stream"):
+                same_requests(self.ranks, self.model, (), {}, str(error))
+            raise
         asked = {"max_new_tokens": max_new_tokens, "eos_ids": sorted(stop)}
         asked["images"] = None if pixel_values is None else tuple(pixel_values.shape)
         with self._alone("stream"):
@@ -264,6 +267,16 @@ class Generator:
             finally:
                 for request in requests:
                     self.pool.release(request.pages)
+
+    def _take_images(self, requests: Sequence[Request], pixel_values: Any, image_grid_thw: Any) -> None:
+        """Give each request its images."""
+        if pixel_values is not None and self.groups.size > 1:
+            raise ArgumentError("Generator", "pixel_values", "given", "None with several attention groups")
+        tower, ids = getattr(self.model, "tower", None), [request.prompt for request in requests]
+        image_token = getattr(self.model.config, "image_token_id", None)
+        found = prompt_images(tower, ids, pixel_values, image_grid_thw, image_token)
+        for request, images in zip(requests, found, strict=True):
+            request.images = images
 
     def _requests(self, prompts: Sequence[Sequence[int]], params: Any, max_new_tokens: int) -> list[Request]:
         check_positive("Generator", max_new_tokens=max_new_tokens)

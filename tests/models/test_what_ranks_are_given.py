@@ -11,7 +11,7 @@ import torch
 
 from fastlayers import env
 from fastlayers.attention.buckets import ExtendBuckets
-from fastlayers.errors import CollectiveMismatch
+from fastlayers.errors import ArgumentError, CollectiveMismatch
 from fastlayers.sampler.layer import SamplingParams
 from fastlayers.testing.world import Rank, world
 from fastlayers_models.auto import AutoModel
@@ -24,6 +24,7 @@ PROMPTS = [[5, 6, 7, 8], [9, 10], [11]]
 SETTINGS: dict[str, dict[str, Any]] = {
     "max_batch": {"max_batch": 2},
     "max_length": {"max_length": 32},
+    "max_length: rank 0 has 64; rank 1 has 100000": {"max_length": 100_000},
     "num_pages": {"num_pages": 5},
     "prefill_tokens": {"prefill_tokens": 3},
     "cuda_graph": {"cuda_graph": False},
@@ -36,6 +37,8 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "max_new_tokens: rank 0 has 4; rank 1 has 5": {"max_new_tokens": 5},
     "eos_ids: rank 0 has []; rank 1 has [3]": {"eos_ids": [3]},
     "params: rank 0 has SamplingParams(temperature=0.0": {"params": WARM},
+    "what they refuse: rank 0 has None; rank 1 has Generator: prompts[0] is ": {"max_new_tokens": 100},
+    "what they refuse: rank 0 has None; rank 1 has Generator: eos_ids is ": {"eos_ids": "x"},
     "params: rank 0 has SamplingParams(temperature=0": {"params": [WARM, WARM, SamplingParams(temperature=0.0)]},
 }
 
@@ -63,7 +66,7 @@ def test_generators_of_other_settings(folder: str) -> None:
     for found in world(2).run(made, folder):
         assert len(found) == len(SETTINGS)
         for name, words in zip(SETTINGS, found, strict=True):
-            assert words.startswith(f"ranks differ in {name}: rank 0 has "), words
+            assert words.startswith(f"ranks differ in {name}") and ": rank 0 has " in words, words
 
 
 def asked(rank: Rank, folder: str, attn_dp: int) -> tuple[list[str], list[list[int]]]:
@@ -74,6 +77,8 @@ def asked(rank: Rank, folder: str, attn_dp: int) -> tuple[list[str], list[list[i
     found = [
         said(lambda own=own: generator.generate(**common | (own if rank.rank else {}))) for own in REQUESTS.values()
     ]
+    with pytest.raises(ArgumentError, match="eos_ids is 'x'"):  # what all refuse alike is each one's own error
+        generator.generate(**common | {"eos_ids": "x"})
     return found, generator.generate(**common)
 
 
