@@ -49,9 +49,8 @@ APART = (
     ("propertyNames", frozenset(("properties", "patternProperties"))),
     ("additionalProperties", frozenset(("unevaluatedProperties",))), ("items", frozenset(("unevaluatedItems",))),
 )  # fmt: skip
-TYPES: dict[type, tuple[str, ...]] = {
-    str: ("string",), int: ("integer", "number"), float: ("number",), bool: ("boolean",), type(None): ("null",),
-    dict: ("object",), list: ("array",),
+TYPES: dict[type, str] = {
+    str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null", dict: "object", list: "array",
 }  # fmt: skip
 # The parts of a pattern, a class being one; and those that xgrammar writes as they are, where JSON has an escape.
 PARTS = re.compile(r"\[(?:\\.|[^\]\\])*\]|\\x..|\\u....|\\.|\(\?[=!]|.", re.DOTALL)
@@ -70,7 +69,17 @@ async def constraint_of(body: Common, front: Front, prompt: Sequence[int] = ()) 
     ApiError
         400 for a source that is refused or cannot be compiled; 503 if there is nothing that compiles.
     """
-    found = source_of(body, front, prompt)
+    try:
+        return await _known(source_of(body, front, prompt), front)
+    except ApiError as error:
+        if error.code != "invalid_grammar" or not _promises_less(body):
+            raise
+        key = await _known(source_of(body, front, prompt, promised_only=True), front)
+        log.info("arguments of tools that are not strict are any object: %s", error)
+        return key
+
+
+async def _known(found: tuple[str, str] | None, front: Front) -> str:
     if found is None:
         return ""
     source, param = found
@@ -100,8 +109,11 @@ async def _compiled(front: Front, worker: GrammarWorker, source: str, param: str
     return serialized
 
 
-def source_of(body: Common, front: Front, prompt: Sequence[int]) -> tuple[str, str] | None:
-    """Return a structural tag and the field of the request, checked against the limits, or None for free text."""
+def source_of(body: Common, front: Front, prompt: Sequence[int], promised_only: bool = False) -> tuple[str, str] | None:
+    """Return a structural tag and the field of the request, checked against the limits, or None for free text.
+
+    With `promised_only` the arguments of tools that promise nothing of them are any object.
+    """
     form, param = _plain(body)
     tools = body.tools if isinstance(body, ChatRequest) and body.tool_choice != "none" else None
     if tools:
@@ -114,7 +126,7 @@ def source_of(body: Common, front: Front, prompt: Sequence[int]) -> tuple[str, s
                 if body.parallel_tool_calls is False:
                     raise bad("parallel_tool_calls", "this engine has no grammars", "unsupported_parameter")
                 return None
-        calls = _tools(body, front, free and form is None)
+        calls = _tools(body, front, free and form is None, promised_only)
         if free and form is not None:  # calls, or the answer as it must be
             form = {"type": "or", "elements": [calls, _answer(form, front)]}
         else:
@@ -188,13 +200,20 @@ def _in_channels(form: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _tools(body: ChatRequest, front: Front, beside_text: bool) -> dict[str, Any]:
+def _promises_less(body: Common) -> bool:
+    """Return whether there are tools of whose arguments nothing is promised, though they say something of them."""
+    if not isinstance(body, ChatRequest) or body.tool_choice not in (None, "auto"):
+        return False
+    return any(tool.function.parameters and not tool.function.strict for tool in body.tools or ())
+
+
+def _tools(body: ChatRequest, front: Front, beside_text: bool, promised_only: bool) -> dict[str, Any]:
     choice = body.tool_choice
     wanted = [t.function for t in body.tools or ()]
     if isinstance(choice, NamedTool):
         wanted = [f for f in wanted if f.name == choice.function.name]
     left = choice in (None, "auto")
-    contents = {function.name: _arguments(function, bool(function.strict) or not left) for function in wanted}
+    contents = {f.name: _arguments(f, bool(f.strict) or not left, promised_only) for f in wanted}
     if front.formats.harmony:
         headers = {name: (CHANNEL, f"commentary to=functions.{name} ", *JSON_BODY) for name in contents}
         calls = [_sequence(*map(_harmony, headers[name]), _json_of(schema)) for name, schema in contents.items()]
@@ -213,9 +232,11 @@ def _tools(body: ChatRequest, front: Front, beside_text: bool) -> dict[str, Any]
     }  # fmt: skip
 
 
-def _arguments(function: FunctionDef, promised: bool) -> dict[str, Any]:
+def _arguments(function: FunctionDef, promised: bool, promised_only: bool) -> dict[str, Any]:
     """Return the schema of a function's arguments; where nothing is promised of them, an object if it is refused."""
     schema = function.parameters or {"type": "object"}
+    if promised_only and not promised:
+        return {"type": "object"}
     try:
         check_schema(schema, f"tools.{function.name}.parameters")
     except ApiError as error:
@@ -260,7 +281,46 @@ def _check_tag(value: Any, param: str, depth: int = 0) -> None:
                 _check_tag(each, param, depth + 1)
 
 
-def check_schema(schema: Any, path: str, depth: int = 0) -> None:
+class _Types:
+    """Tells whether schemas allow some types only, with the references of their document.
+
+    Before it says no, what was told of a reference is not asked again: a document takes time in proportion to itself.
+    """
+
+    def __init__(self, document: Any) -> None:
+        self._document = document
+        self._seen: set[tuple[str, tuple[str, ...]]] = set()
+
+    def only(self, schema: Any, kinds: Any) -> bool:
+        """Return whether all that a schema allows is of the types in a list, so far as xgrammar looks at it."""
+        wanted = tuple(t for t in TYPES.values() if t in kinds or (t == "integer" and "number" in kinds))
+        left = [schema]
+        while left:
+            each = left.pop()
+            each = each if isinstance(each, dict) else {}
+            first = next((name for name in ALONE if name in each), "type")
+            value = each.get(first)
+            if first == "$ref":
+                if (str(value), wanted) not in self._seen:
+                    self._seen.add((str(value), wanted))
+                    left.append(self._at(str(value)))
+            elif first in LISTED:
+                left += value if isinstance(value, list) else [None]
+            else:
+                given = value if isinstance(value, list) and first != "const" else [value]
+                told = given if first == "type" else [TYPES.get(type(each)) for each in given]
+                if not told or not all(kind in wanted for kind in told):
+                    return False
+        return True
+
+    def _at(self, reference: str) -> Any:
+        found = self._document
+        for name in reference.split("/")[1:]:  # xgrammar knows no escapes, and no places in lists
+            found = found.get(name) if isinstance(found, dict) else None
+        return found
+
+
+def check_schema(schema: Any, path: str, depth: int = 0, types: _Types | None = None) -> None:
     """Raise 400, with its path, for what a grammar made of the schema would not enforce or could not bear."""
 
     def refuse(where: str, why: str) -> ApiError:
@@ -272,6 +332,7 @@ def check_schema(schema: Any, path: str, depth: int = 0) -> None:
         raise refuse(path, f"a schema is an object, not {type(schema).__name__}")
     if depth > MAX_DEPTH:
         raise refuse(path, f"nested deeper than {MAX_DEPTH}")
+    types = types or _Types(schema)
     for name, value in schema.items():
         where = f"{path}.{name}"
         if name not in KNOWN:
@@ -294,20 +355,23 @@ def check_schema(schema: Any, path: str, depth: int = 0) -> None:
             if not isinstance(value, dict if name in NAMED else list):
                 raise refuse(where, "it maps names to schemas" if name in NAMED else "it is a list of schemas")
             for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-                check_schema(inner, f"{where}.{key}", depth + 1)
+                check_schema(inner, f"{where}.{key}", depth + 1, types)
         elif name in ONE:
-            named = name == "propertyNames" and isinstance(value, dict)  # names have a type without being told
-            check_schema({"type": "string"} | value if named else value, where, depth + 1)
-    for name, why in _dropped(schema):
+            if name == "propertyNames" and isinstance(value, dict):  # names have a type without being told
+                if value.get("type", "string") != "string":
+                    raise refuse(f"{where}.type", "names are strings")
+                value = value | {"type": "string"}
+            check_schema(value, where, depth + 1, types)
+    for name, why in _dropped(schema, types):
         raise refuse(f"{path}.{name}", f"{why}, and constraints are never dropped")
 
 
-def _dropped(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _dropped(schema: dict[str, Any], types: _Types) -> Iterator[tuple[str, str]]:
     """Yield the keywords that a grammar made of the schema would not enforce, each with the reason."""
     kind = schema.get("type")
     for first in [name for name in ALONE if name in schema][:1]:
         yield from ((name, f"it is not enforced beside {first!r}") for name in schema if name not in {first, *BESIDE})
-        if kind is not None and not _is_of(schema[first], first, kind if isinstance(kind, list) else [kind]):
+        if kind is not None and not types.only(schema, kind if isinstance(kind, list) else [kind]):
             yield "type", f"it is not enforced beside {first!r}, and not all of that has this type"
         if first == "allOf" and len(schema[first]) != 1:
             yield first, "it is enforced of one schema only"
@@ -317,14 +381,9 @@ def _dropped(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for name, others in APART:
         apart = sorted(others & schema.keys()) if name in schema else ()
         yield from ((other, f"it is not enforced beside {name!r}") for other in apart)
+    for name in ("additionalProperties", "unevaluatedProperties"):
+        if schema.get(name) is False and "propertyNames" in schema:
+            yield name, "false is not enforced beside 'propertyNames'"
     required = schema.get("required")
     if isinstance(required, list) and not all(name in schema.get("properties", ()) for name in map(str, required)):
         yield "required", "it is enforced of names among the properties only"
-
-
-def _is_of(value: Any, keyword: str, kinds: list[Any]) -> bool:
-    """Return whether what a keyword allows is of these types: its values are, or its schemas say so."""
-    if keyword in ("const", "enum"):
-        values = value if keyword == "enum" and isinstance(value, list) else [value]
-        return all(any(kind in kinds for kind in TYPES.get(type(each), ())) for each in values)
-    return isinstance(value, list) and all(isinstance(each, dict) and each.get("type") in kinds for each in value)

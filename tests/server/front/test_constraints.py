@@ -32,6 +32,20 @@ class Compiler:
         return "{}"
 
 
+class Xgrammar(Compiler):
+    """Fails over what xgrammar does not compile, as a worker does."""
+
+    async def compile(self, source: str) -> str:
+        import xgrammar
+
+        try:
+            xgrammar.Grammar.from_structural_tag(source)
+        except RuntimeError as error:
+            self.asked.append(source)
+            raise ValueError(str(error)) from error
+        return await super().compile(source)
+
+
 class Recording:
     """Takes the place of an engine's submit and send, and answers everything with one token."""
 
@@ -153,6 +167,15 @@ def test_a_source_is_compiled_and_sent_once() -> None:
         ({"type": "string", "format": "date", "minLength": 3}, "response_format.minLength"),
         ({"type": "string", "format": "date", "pattern": "a"}, "response_format.format"),
         ({"type": "object", "properties": {"a": {}}, "propertyNames": {"pattern": "b"}}, "response_format.properties"),
+        ({"type": "object", "propertyNames": {"pattern": "b"}, "additionalProperties": False}, "additionalProperties"),
+        ({"type": "object", "propertyNames": {}, "unevaluatedProperties": False}, "unevaluatedProperties"),
+        ({"$defs": {"n": {"type": "integer"}}, "type": "object", "propertyNames": {"$ref": "#/$defs/n"}}, "Names.type"),
+        ({"type": "object", "propertyNames": {"type": ["string", "null"], "minLength": 1}}, "propertyNames.type"),
+        ({"$defs": {"n": {"enum": ["a", 1]}}, "$ref": "#/$defs/n", "type": "string"}, "response_format.type"),
+        ({"$ref": "#/$defs/n", "type": "string"}, "response_format.type"),
+        ({"anyOf": [{"type": "number"}], "type": "integer"}, "response_format.type"),
+        ({"anyOf": [{"type": ["string", "null"]}], "type": "string"}, "response_format.type"),
+        ({"anyOf": [{"$ref": "#"}, {"type": "null"}], "type": "string"}, "response_format.type"),
         ({"type": "string", "pattern": "(?=a)b"}, "lookahead"),
         ({"type": "string", "pattern": r"C:\\.*"}, "a backslash"),
         ({"type": "string", "pattern": r'"a\x22'}, "a quote"),
@@ -181,10 +204,24 @@ def test_keywords_that_would_be_dropped_are_refused_with_their_path(schema: Any,
         {"items": {"type": "integer"}, "minItems": 2},
         {"properties": {"a": {}, "required": {"type": "null"}}, "required": ["a"]},
         {"type": "string", "pattern": r'^[^"\\\n]+\.\s(?:a|b)$'},
+        {
+            "$defs": {"C": {"enum": ["r", "g"], "type": "string"}},
+            "type": "object",
+            "propertyNames": {"$ref": "#/$defs/C"},
+            "additionalProperties": {"type": "integer"},
+        },
+        {"$defs": {"A": SCHEMA}, "type": "object", "$ref": "#/$defs/A"},
+        {
+            "$defs": {"A": SCHEMA, "B": {"anyOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}]}},
+            "type": "object",
+            "anyOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}],
+        },
+        {"type": "number", "anyOf": [{"type": "integer"}, {"const": 1.5}]},
+        {"type": ["null", "string"], "anyOf": [{"type": ["string", "null"]}, {"type": "string"}]},
     ],
 )
 def test_what_is_enforced_as_it_stands_is_compiled(schema: Any) -> None:
-    compiler = Compiler()
+    compiler = Xgrammar()
     response, _ = asked_for({"guided_json": schema}, compiler)
     assert response.status_code == 200, response.text
     assert json.loads(compiler.asked[0])["format"]["json_schema"] == schema
@@ -265,6 +302,36 @@ def test_a_tool_that_promises_nothing_may_have_any_schema(qwen: Any, choice: str
     tags = json.loads(compiler.asked[0])["format"]["elements"][2]["tags"]
     wanted = [WEATHER["function"]["parameters"], {"type": "object"}]  # type: ignore[index]
     assert [tag["content"]["json_schema"] for tag in tags] == wanted
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "any"}, {"type": "string", "pattern": r"\bfoo"}, {"type": "string", "pattern": "(?<=a)b"},
+        {"type": "integer", "minimum": 0.5}, {"enum": []}, {"$ref": "#/$defs/missing"},
+    ],
+)  # fmt: skip
+def test_what_xgrammar_refuses_fails_no_tool_that_promises_nothing(schema: Any) -> None:
+    """Of those that are strict, and of the answer, the rest is enforced."""
+    parameters = {"type": "object", "properties": {"a": schema}}
+
+    def asked(strict: bool, **fields: Any) -> tuple[Any, Compiler]:
+        compiler = Xgrammar()
+        function = {"name": "f", "parameters": parameters, "strict": strict}
+        kept = {"type": "function", "function": WEATHER["function"] | {"strict": True}}  # type: ignore[operator]
+        tools = {"tools": [kept, {"type": "function", "function": function}]}
+        return asked_for(tools | fields, compiler, tool_call_parser="hermes")[0], compiler
+
+    response, compiler = asked(False)
+    assert response.status_code == 200, response.text
+    tags = json.loads(compiler.asked[-1])["format"]["tags"]
+    wanted = [WEATHER["function"]["parameters"], {"type": "object"}]  # type: ignore[index]
+    assert [tag["content"]["json_schema"] for tag in tags] == wanted
+    response, compiler = asked(False, guided_json=SCHEMA)
+    assert response.status_code == 200, response.text
+    assert json.loads(compiler.asked[-1])["format"]["elements"][1] == JSON
+    for response, _ in (asked(True), asked(False, tool_choice="required"), asked(False, guided_json=parameters)):
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_grammar")
 
 
 def test_every_source_that_we_make_is_one_that_xgrammar_compiles(qwen: Any) -> None:  # noqa: F811
