@@ -14,8 +14,10 @@ in our kernels.
 from __future__ import annotations
 
 import logging
+import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -65,14 +67,30 @@ def quant_of_experts(quant: QuantSpec, name: str, count: int) -> QuantSpec:
     ArgumentError
         A rule keeps some of them as they are, and not others.
     """
-    parts = ("gate_proj", "up_proj", "down_proj")
     first = quant.for_module(f"{name}.0.gate_proj")
-    if any(rule.startswith("re:") or "expert" in rule for rule in quant.skip):
-        for each in (f"{name}.{expert}.{part}" for expert in range(count) for part in parts):
-            if (other := quant.for_module(each)) != first:
-                given = f"{other.format} for {each}, {first.format} for {name}.0.gate_proj"
-                raise ArgumentError("FusedMoE", "quantization_config", given, "one format for all experts of a layer")
+    for each, skipped in _skipped(quant, name, count) if quant.format != "none" else ():
+        if skipped != (first.format == "none"):
+            other = quant.for_module(each)
+            given = f"{other.format} for {each}, {first.format} for {name}.0.gate_proj"
+            raise ArgumentError("FusedMoE", "quantization_config", given, "one format for all experts of a layer")
     return first
+
+
+def _skipped(quant: QuantSpec, name: str, count: int) -> Iterator[tuple[str, bool]]:
+    """Yield the parts of experts, and whether a rule skips each, as :meth:`QuantSpec.for_module` says.
+
+    What does not depend on the expert is looked up once: a checkpoint may list thousands of modules.
+    """
+    rules, words = frozenset(quant.skip), name.split(".")
+    if any(".".join(words[:end]) in rules for end in range(1, len(words) + 1)):
+        return  # all of them are
+    patterns = [re.compile(rule[3:]) for rule in quant.skip if rule.startswith("re:")]
+    # Of the whole name, and of its ends: "a.experts.", "experts.", "".
+    heads = [".".join((*words[start:], "")) for start in range(len(words) + 1)]
+    for expert, part in product(range(count), ("gate_proj", "up_proj", "down_proj")):
+        end = f"{expert}.{part}"
+        named = part in rules or f"{name}.{expert}" in rules or any(head + end in rules for head in heads)
+        yield f"{name}.{end}", named or any(pattern.search(f"{name}.{end}") for pattern in patterns)
 
 
 def route(router: fl.TopKRouter, x: torch.Tensor, valid: Any, placement: Any = None) -> Routed:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
@@ -33,6 +33,10 @@ from fastlayers_server.front.generation import sibling_seed
 from fastlayers_server.front.metrics import Metrics
 from fastlayers_server.front.rows import Job, Parser, Row
 from fastlayers_server.front.tokens import Detokenizer, StopStrings, TokenText
+
+
+def _int(value: Any) -> int:
+    return int(index(value))  # of a bool, too
 
 
 @dataclass(frozen=True)
@@ -74,16 +78,26 @@ class Params:
     logprobs: int = -1
 
     def __post_init__(self) -> None:
-        """Refuse other types, and what the engine never sees: it checks the rest, request by request."""
-        for name, kind in (each for each in Params.__annotations__.items() if each[1] in ("float", "int", "bool")):
+        """Refuse other types, and what the engine never sees: it checks the rest, request by request.
+
+        Numbers become Python's own: NumPy's have other methods, and do not travel in messages.
+        """
+        numbers: dict[str, Callable[[Any], float]] = {"float": float, "int": _int, "bool": bool}
+        for name, kind in (each for each in Params.__annotations__.items() if each[1] in numbers):
             value = getattr(self, name)
             if not isinstance(value, Real if kind == "float" else Integral):
                 raise ValueError(f"Params: {name} is {value!r}; accepted: {kind}")
+            object.__setattr__(self, name, numbers[kind](value))
         if self.n < 1:
             raise ValueError(f"Params: n is {self.n!r}; accepted: an integer of 1 or more")
-        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
-            if not isinstance(ids, Collection) or not all(isinstance(token, Integral) for token in ids):
-                raise ValueError(f"Params: {name} is {ids!r}; accepted: token ids")
+        ids, biases = self.stop_token_ids, self.logit_bias
+        if not isinstance(ids, Collection) or not all(isinstance(token, Integral) for token in ids):
+            raise ValueError(f"Params: stop_token_ids is {ids!r}; accepted: token ids")
+        pairs = biases.items() if isinstance(biases, Mapping) else [(None, None)]
+        if not all(isinstance(token, Integral) and isinstance(bias, Real) for token, bias in pairs):
+            raise ValueError(f"Params: logit_bias is {biases!r}; accepted: a mapping of token ids to floats")
+        object.__setattr__(self, "stop_token_ids", tuple(map(_int, ids)))
+        object.__setattr__(self, "logit_bias", {_int(token): float(bias) for token, bias in pairs})
         strings = [self.stop] if isinstance(self.stop, str) else self.stop
         if not isinstance(strings, Sequence) or not all(isinstance(stop, str) and stop for stop in strings):
             raise ValueError(f"Params: stop is {self.stop!r}; accepted: a string that is not empty, or several")

@@ -6,7 +6,9 @@ Nothing of the library packs or unpacks what these tests write: words are put to
 from __future__ import annotations
 
 import json
+import re
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +23,9 @@ import fastlayers as fl
 from fastlayers.errors import ArgumentError, CheckpointError
 from fastlayers.linear.weight_only.layer import WeightOnlyLinear
 from fastlayers.quant.block_quant import E4M3
+from fastlayers.quant.spec import QuantSpec
 from fastlayers_models.convert import dequantize_checkpoint
+from fastlayers_models.experts import quant_of_experts
 
 sys.path.insert(0, str(Path(__file__).parent))
 from checkpoint_tools import Tensors, tensors_of, write
@@ -304,6 +308,72 @@ def test_experts_of_one_layer_have_one_format(plain_experts: Path, tmp_path: Pat
         ArgumentError, match=r"none for model\.layers\.2\.mlp\.experts\.3\.gate_proj, w4a16 for .* one format"
     ):
         ours(coded)
+
+
+NAME = "model.layers.2.mlp.experts"
+MIXED = QuantSpec("w4a16", group_size=32, layout="awq")
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        (("down_proj",), rf"none for {NAME}\.0\.down_proj, w4a16 for {NAME}\.0\.gate_proj"),
+        (("gate_proj",), rf"w4a16 for {NAME}\.0\.up_proj, none for {NAME}\.0\.gate_proj"),
+        ((f"{NAME}.7.up_proj",), rf"none for {NAME}\.7\.up_proj"),
+        (("mlp.experts.7.up_proj",), rf"none for {NAME}\.7\.up_proj"),
+        (("7.up_proj",), rf"none for {NAME}\.7\.up_proj"),
+        (("re:experts.7$", r"re:layers\.2\..*\.7\.up"), rf"none for {NAME}\.7\.up_proj"),
+    ],
+)
+def test_rules_that_keep_parts_of_a_layers_experts_are_named(rules: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ArgumentError, match=f"{words}.* one format"):
+        quant_of_experts(replace(MIXED, skip=rules), NAME, 8)
+
+
+@pytest.mark.parametrize(
+    ("rules", "format"),
+    [
+        (("model.layers.2",), "none"), ((NAME,), "none"), (("re:experts",), "none"), (PARTS, "none"),
+        (tuple(f"{NAME}.{e}" for e in range(8)), "none"), (("mlp.gate", "lm_head", "8.up_proj", "proj", "re:gate$",
+        f"{NAME}.8", "layers.2", "experts", "model.layers.1.mlp.experts.3.up_proj", ""), "w4a16"),
+    ],
+)  # fmt: skip
+def test_rules_that_keep_all_or_none_give_one_format(rules: tuple[str, ...], format: str) -> None:
+    assert quant_of_experts(replace(MIXED, skip=rules), NAME, 8).format == format
+
+
+def test_experts_formats_are_those_of_their_modules_whatever_the_rules() -> None:
+    """Drawn rules: prefixes and ends of names, of this layer's and others'."""
+    random, outcomes = np.random.default_rng(0), set()
+    for _ in range(600):
+        rules = []
+        for _ in range(random.integers(1, 4)):
+            name = f"model.layers.{random.integers(1, 3)}.mlp.experts.{random.integers(2)}.{random.choice(PARTS[4:])}"
+            words = name.split(".")
+            start, stop = int(random.integers(len(words))), int(random.integers(1, len(words) + 1))
+            rule = ".".join(words[start:] if random.random() < 0.6 else words[:stop])
+            rules.append(f"re:{re.escape(rule)}" if random.random() < 0.2 else rule)
+        quant = replace(MIXED, skip=tuple(rules))
+        wanted = {quant.for_module(f"{NAME}.{e}.{part}").format for e in range(2) for part in PARTS[4:]}
+        try:
+            found = {quant_of_experts(quant, NAME, 2).format}
+        except ArgumentError:
+            found = {"none", "w4a16"}
+        assert found == wanted, rules
+        outcomes.add(frozenset(found))
+    assert len(outcomes) == 3
+
+
+def test_many_rules_cost_no_time_for_each_expert() -> None:
+    """Of a checkpoint that lists each module: 58 layers within a second, where each rule was met by each expert."""
+    listed = tuple(f"model.layers.{i}.self_attn.{part}" for i in range(61) for part in PARTS[:4])
+    listed += tuple(
+        f"model.layers.{i}.mlp.experts.{e}.{part}" for i in (3, 4) for e in range(256) for part in PARTS[4:]
+    )
+    quant, start = replace(MIXED, skip=listed), time.process_time()
+    formats = [quant_of_experts(quant, f"model.layers.{i}.mlp.experts", 256).format for i in range(3, 61)]
+    assert formats == 2 * ["none"] + 56 * ["w4a16"]
+    assert time.process_time() - start < 1.0
 
 
 def test_packed_experts_run_once_converted_too(plain_experts: Path, tmp_path: Path) -> None:

@@ -9,16 +9,18 @@ import torch
 from torch.nn import functional as F
 
 import fastlayers as fl
+from fastlayers import env
 from fastlayers.comm.parallel import Axis
 from fastlayers.errors import ArgumentError, CheckpointError
 from fastlayers.linear.weight_only.layer import quantize_weight_only
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.gpt_oss_slots import StackedExpertNames
 from fastlayers.moe.fused_moe.triton.backend import TritonFusedMoE
+from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.moe.placement.planner import EplbConfig
 from fastlayers.moe.placement.table import ExpertPlacement
 from fastlayers.quant.block_quant import E4M3
-from fastlayers.quant.packed_codes import pack_words, unpack_nibbles
+from fastlayers.quant.packed_codes import pack_words, run_of, unpack_nibbles
 from fastlayers.quant.spec import QuantSpec
 from fastlayers.weights import slots
 
@@ -31,6 +33,8 @@ GPTQ = QuantSpec("w4a16", group_size=GROUP, zero_point=True, layout="gptq")
 PACKED = QuantSpec("w4a16", group_size=GROUP, layout="packed")
 GPTQ_8 = QuantSpec("w8a16", group_size=GROUP, zero_point=True, layout="gptq_v2")
 CHANNEL = QuantSpec("w8a16", layout="plain")
+CHANNEL_PACKED = QuantSpec("w8a16", layout="packed")
+CHANNEL_GPTQ = QuantSpec("w8a16", zero_point=True, layout="gptq_v2")
 FP8 = QuantSpec("fp8_w8a16", layout="plain_tensor")
 SPECS = {"awq": AWQ, "gptq": GPTQ, "packed": PACKED, "gptq_8": GPTQ_8, "channel": CHANNEL, "fp8": FP8}
 
@@ -67,9 +71,9 @@ def packed(name: str, weight: torch.Tensor, spec: QuantSpec) -> tuple[Tensors, t
     if spec.layout == "plain":
         return {f"{name}.weight": stored, f"{name}.weight_scale": scale.t().contiguous()}, dense
     if spec.layout == "packed":
-        shape = torch.tensor([n, k])
+        shape, whole = torch.tensor([n, k]), F.pad(codes, (0, -k % (32 // bits)))
         return {
-            f"{name}.weight_packed": pack_words(codes, bits, 1), f"{name}.weight_scale": scale.t().contiguous(),
+            f"{name}.weight_packed": pack_words(whole, bits, 1), f"{name}.weight_scale": scale.t().contiguous(),
             f"{name}.weight_shape": shape,
         }, dense  # fmt: skip
     awq, less = spec.layout == "awq", int(spec.layout == "gptq")
@@ -80,11 +84,14 @@ def packed(name: str, weight: torch.Tensor, spec: QuantSpec) -> tuple[Tensors, t
     return found if awq else found | {f"{name}.g_idx": (torch.arange(k) // (spec.group_size or k)).int()}, dense
 
 
-def checkpoint(spec: QuantSpec, shared: int = 0) -> tuple[Tensors, Tensors]:
+def checkpoint(spec: QuantSpec, shared: int = 0, inner: int = INNER) -> tuple[Tensors, Tensors]:
     """Return experts in a layout, and dequantised."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = {f"mlp.experts.{e}.{part}": shape for e in range(E) for part, shape in PARTS.items()}
-    for part, (n, k) in PARTS.items() if shared else ():
+    generator, parts = (
+        torch.Generator().manual_seed(0),
+        {part: (inner, D) for part in PARTS} | {"down_proj": (D, inner)},
+    )
+    shapes = {f"mlp.experts.{e}.{part}": shape for e in range(E) for part, shape in parts.items()}
+    for part, (n, k) in parts.items() if shared else ():
         shapes[f"mlp.shared_experts.{part}"] = (n, k * shared) if part == "down_proj" else (n * shared, k)
     coded, dense = {}, {}
     for name, shape in shapes.items():
@@ -163,6 +170,51 @@ def test_tensor_parallel_ranks_sum_to_one(name: str, shared: int) -> None:
         assert load(part, tensors) == set(tensors)
         total += part(x, weights / 2.0, ids)
     torch.testing.assert_close(total, expected(dense, x, weights, ids, shared > 0), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("spec", "inner", "shared", "sizes"),
+    [
+        (CHANNEL_PACKED, 50, 0, (50,)), (CHANNEL_PACKED, 50, 1, (50,)), (CHANNEL_PACKED, 52, 2, (52,)),
+        (CHANNEL_PACKED, 52, 2, (28, 24)), (CHANNEL_PACKED, 12, 0, (4, 4, 4)), (CHANNEL_GPTQ, 36, 0, (20, 16)),
+    ],
+)  # fmt: skip
+def test_bytes_with_one_scale_a_row_are_cut_at_words(
+    spec: QuantSpec, inner: int, shared: int, sizes: tuple[int, ...]
+) -> None:
+    """As linears read them: no multiples of 32, and on one rank a last word that is not full."""
+    tensors, dense = checkpoint(spec, shared, inner)
+    x, weights, ids = inputs()
+    total = torch.zeros(5, D)
+    for rank, size in enumerate(sizes):
+        axis = Axis(len(sizes), rank)
+        part = fl.FusedMoE(D, inner, E, K, num_shared=shared, quant=spec, tp=axis, dtype=FP32, backend="triton")
+        assert part.column_slice.stop - part.column_slice.start == size
+        assert load(part, tensors) == set(tensors)
+        total += part(x, weights, ids)
+    torch.testing.assert_close(total, expected(dense, x, weights, ids, shared > 0), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("spec", "inner", "ranks", "words"),
+    [
+        (CHANNEL_PACKED, 50, 2, "50; accepted: a multiple of 4 with w8a16: no word of codes is cut"),
+        (CHANNEL_GPTQ, 50, 1, "50; accepted: a multiple of 4 with w8a16: no word of codes is cut"),
+        (QuantSpec("w4a16", layout="packed"), 50, 1, "50; accepted: a multiple of 32 with w4a16: no unit of .*"),
+        (GPTQ_8, 50, 1, "50; accepted: a multiple of 32 with w8a16: no group of inputs is cut"),
+        (CHANNEL_PACKED, 8, 3, "8 over 3 ranks; accepted: at least 4 features a rank .* is cut, so at most 2 ranks"),
+    ],
+)  # fmt: skip
+def test_features_that_ranks_cannot_share_are_named(spec: QuantSpec, inner: int, ranks: int, words: str) -> None:
+    """Of ranks only where there are too many of them."""
+    with pytest.raises(ArgumentError, match=f"intermediate_size is {words}$"):
+        fl.FusedMoE(D, inner, E, K, quant=spec, tp=Axis(ranks, 0))
+
+
+def test_shared_experts_that_share_a_word_are_refused() -> None:
+    layer = fl.FusedMoE(D, 50, E, K, num_shared=2, quant=CHANNEL_PACKED, dtype=FP32)
+    with pytest.raises(ArgumentError, match=r"num_shared is 2 with intermediate_size 50; accepted: 1, or .* of 4"):
+        list(layer.slots())
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -272,6 +324,59 @@ def test_a_table_may_hold_other_tiles_for_every_step() -> None:
     assert set(shapes) == {(True, 1), (True, 2), (False, 1), (False, 2)}
     for each in shapes.values():
         torch.testing.assert_close(each(x, weights, ids, packed), wanted, rtol=1e-2, atol=1e-2)
+
+
+def behind(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], list[range]]:
+    """Return copies of tensors at the beginning of longer ones, and where the rest of those lies."""
+    whole = [torch.cat((each.flatten(), torch.zeros(4096, dtype=each.dtype))) for each in tensors]
+    copies = [longer[: each.numel()].view(each.shape) for longer, each in zip(whole, tensors, strict=True)]
+    ends = [each.data_ptr() + each.nbytes for each in copies]
+    return copies, [range(end, end + 4096 * each.itemsize) for end, each in zip(ends, copies, strict=True)]
+
+
+@pytest.mark.skipif(not env.triton_interpret(), reason="addresses are seen in Triton's interpreter")
+@pytest.mark.parametrize("splits", [2, 3])
+def test_a_split_without_columns_reads_nothing_of_another_expert(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One group of inputs is one block: the other splits have none, and no scale that would be theirs."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    cfg = FusedMoEConfig(D, 64, E, 1, quant="w4a16", group_size=64, zero_point=True, dtype=torch.bfloat16)
+    whole = torch.randn(E, 2 * 64, D), torch.randn(E, D, 64)
+    (w13, s13, z13), (w2, s2, z2) = (
+        [torch.stack(part) for part in zip(*(quantize_weight_only(w, "w4a16", 64, True) for w in each), strict=True)]
+        for each in whole
+    )
+    (s2, z2), poisoned = behind(s2, z2)
+    experts = MoEWeights(w13, w2, s13, s2, w13_zero=z13, w2_zero=z2)
+    load_of, read = InterpreterBuilder.create_masked_load, []
+
+    def watched(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        places = pointers.data[mask.data.astype(bool)]
+        read.append(int(places.size))
+        for each in poisoned:
+            assert not ((places >= each.start) & (places < each.stop)).any(), "behind the scales of the last expert"
+        return load_of(self, pointers, mask, *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", watched)
+    plan = TritonFusedMoE.candidates(cfg, 2)[0]
+    x, ids = torch.randn(2, D).bfloat16(), torch.full((2, 1), E - 1, dtype=torch.int32)
+    one, many = (
+        TritonFusedMoE(cfg, plan | {"splits": each})(x, torch.ones(2, 1), ids, experts) for each in (1, splits)
+    )
+    assert torch.equal(one, many) and sum(read) > 0
+
+
+@pytest.mark.parametrize("inner", [32, 64, 96, 128, 256, 768])
+@pytest.mark.parametrize("group", [0, 32, 64, 96, 128])
+def test_plans_have_columns_for_every_split(inner: int, group: int) -> None:
+    if group and inner % group:
+        return
+    cfg = FusedMoEConfig(384, inner, 8, 2, quant="w4a16", group_size=group, dtype=torch.bfloat16)
+    found = [each for tokens in (1, 4, 16, 64) for each in TritonFusedMoE.candidates(cfg, tokens)]
+    for each in found:
+        blocks = -(-inner // min(each["k2"], run_of(group, torch.bfloat16)))
+        assert (each["splits"] - 1) * -(-blocks // each["splits"]) < blocks, each
+    assert {each["splits"] for each in found} == ({1, 2} if inner > 32 else {1})
 
 
 def test_what_was_not_measured_is_said() -> None:

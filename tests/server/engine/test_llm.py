@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -97,11 +98,39 @@ def test_an_argument_of_no_use_is_refused_with_what_is_accepted(llm: LLM, ask: C
     [
         ("temperature", "0"), ("max_tokens", None), ("max_tokens", 2.5), ("top_k", 1.5), ("seed", "7"),
         ("stop_token_ids", "ab"), ("stop_token_ids", 3), ("logit_bias", {"5": 1.0}),
+        ("logit_bias", {5: "1"}), ("logit_bias", [5]), ("ignore_eos", "no"), ("temperature", 1j),
     ],
 )  # fmt: skip
 def test_a_parameter_of_another_type_is_named_before_the_engine_sees_it(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"Params: {name} is .*; accepted: "):
         Params(**{name: value})
+
+
+@pytest.mark.parametrize("integer", [np.int64, np.int32, np.uint16])
+def test_numbers_of_numpy_are_pythons(llm: LLM, integer: Any) -> None:
+    """Also siblings, whose seeds are derived of the request's; nothing of NumPy goes to the engine."""
+    ids = llm.tokens.encode(PROMPTS[0])
+    plain = Params(
+        temperature=0.5, top_p=0.75, top_k=20, seed=7, n=2, max_tokens=6, min_tokens=1, stop_token_ids=(9, 11),
+        logit_bias={12: -2.0}, ignore_eos=True, logprobs=1,
+    )  # fmt: skip
+    way = Params(
+        temperature=np.float32(0.5), top_p=np.float64(0.75), top_k=integer(20), seed=integer(7), n=integer(2),
+        max_tokens=integer(6), min_tokens=integer(1), stop_token_ids=np.array([9, 11], integer),
+        logit_bias={integer(12): np.float16(-2.0)}, ignore_eos=True, logprobs=integer(1),
+    )  # type: ignore[arg-type]  # fmt: skip
+    kinds = {name: type(value) for name, value in vars(way).items()}
+    assert way == plain and kinds == {name: type(value) for name, value in vars(plain).items()}
+    assert {type(token) for token in (*way.stop_token_ids, *way.logit_bias)} == {int}
+    assert {type(bias) for bias in way.logit_bias.values()} == {float}
+    found, wanted = llm.generate([np.array(ids, integer)], way)[0], llm.generate([ids], plain)[0]
+    assert [each.token_ids for each in found.outputs] == [each.token_ids for each in wanted.outputs]
+    assert {type(token) for token in (*found.prompt_token_ids, *found.outputs[0].token_ids)} == {int}
+    assert replace(way, n=1) == replace(plain, n=1)
+
+
+def test_a_bool_is_the_number_that_it_is() -> None:
+    assert type(Params(seed=True).seed) is int and Params(ignore_eos=1).ignore_eos is True  # type: ignore[arg-type]
 
 
 def test_a_conversation_that_the_template_refuses_is_an_argument_of_no_use(llm: LLM) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from fastlayers.comm.parallel import Axis
 from fastlayers.errors import ArgumentError, check_choice
-from fastlayers.linear.weight_only.checkpoint import PLAIN, Codes, layout_slots
+from fastlayers.linear.weight_only.checkpoint import PLAIN, Codes, bits_of, layout_slots
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.gpt_oss_slots import part_of_groups
 from fastlayers.moe.fused_moe.weights import GROUP, MoEWeights
@@ -32,7 +32,7 @@ _NAME = "FusedMoE"
 
 
 def part_of_features(quant: QuantSpec, intermediate_size: int, tp: Axis) -> slice:
-    """Return the inner features of this rank: equal parts, or whole groups of inputs where weights are packed.
+    """Return the inner features of this rank: equal parts, or whole groups or words where weights are packed.
 
     Raises
     ------
@@ -46,11 +46,28 @@ def part_of_features(quant: QuantSpec, intermediate_size: int, tp: Axis) -> slic
         if quant.act_order:
             accepted = "False; `fastlayers convert SRC DST --format bf16` multiplies such experts out"
             raise ArgumentError(_NAME, "quant.act_order", True, accepted)
-        if quant.layout not in PLAIN:
-            group = max(quant.group_size, UNIT)
-            why = f"with {quant.format}: no group of inputs is cut, so at most {intermediate_size // group} ranks"
-            return part_of_groups(tp, intermediate_size, _NAME, group, why)
+        whole, what = _uncut(quant)
+        if whole > 1 and (tp.size > 1 or not _may_end_inside_a_word(quant)):
+            why, ranks = f"with {quant.format}: no {what} is cut", intermediate_size // whole
+            if intermediate_size % whole == 0 and ranks < tp.size:
+                why += f", so at most {ranks} ranks"
+            return part_of_groups(tp, intermediate_size, _NAME, whole, why)
     return tp.part(intermediate_size, f"{_NAME} intermediate_size")
+
+
+def _uncut(quant: QuantSpec) -> tuple[int, str]:
+    """Return how many input features of packed weights stay together, and what they are."""
+    if quant.layout in PLAIN:
+        return 1, ""
+    if quant.group_size:
+        return max(quant.group_size, UNIT), "group of inputs"
+    return (UNIT, "unit of nibbles") if quant.format == "w4a16" else (32 // bits_of(quant.format), "word of codes")
+
+
+def _may_end_inside_a_word(quant: QuantSpec) -> bool:
+    """Return whether the last word of a row may be filled up: bytes with one scale a row, no words along the rows."""
+    alone = not quant.group_size and not quant.zero_point
+    return alone and quant.format == "w8a16" and quant.layout == "packed"
 
 
 def slots_of_experts(
@@ -72,9 +89,19 @@ def slots_of_experts(
     first, count : int
     layout : str
         Of weights alone of 4 or 8 bits.
+
+    Raises
+    ------
+    ArgumentError
+        Several experts' codes share a word.
     """
     experts, hidden = slice(first, first + count), cfg.hidden_size
     if cfg.quant in LAYOUTS:
+        words = 1 if layout in PLAIN else 32 // bits_of(cfg.quant)
+        if count > 1 and full % words:
+            given = f"{count} with intermediate_size {full}"
+            accepted = f"1, or an intermediate_size of whole words: a multiple of {words}"
+            raise ArgumentError(_NAME, "num_shared", given, accepted)
         for expert in range(count):
             part = slice(expert * full + read.start, expert * full + read.stop)
             yield from _codes(held, cfg, part, names, first + expert, full * count, layout)

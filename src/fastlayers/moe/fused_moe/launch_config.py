@@ -303,7 +303,8 @@ def _packed_plans(cfg: FusedMoEConfig, num_tokens: int, pairs: int) -> list[Laun
             shapes = [(64, 128, depth, 8, 3), (32, 64, depth, 4, 4), (32, 64, depth, 8, 4)]
             shapes += [(64, 128, max(32, depth // 2), 8, 4)]
         for n1, n2, k, warps, stages in shapes:
-            for splits in (1, 2) if m <= 16 and n2 == 64 else (1,):
+            # Each split has blocks.
+            for splits in (1, 2) if m <= 16 and n2 == 64 and cfg.intermediate_size > k else (1,):
                 for band in (8,) if m <= 32 else (1, 8):
                     tiles = Tile(m, n1, k, warps, stages), Tile(m, min(n2, _packed_rows(m)), k, warps, stages)
                     plans.append(LaunchConfig(*tiles, band, splits=splits))

@@ -63,7 +63,8 @@ def _product(
     low = (code // 16) * 32 + code % 16 if NIBBLES else code
     acc = tl.zeros([ROWS, BLOCK_M], tl.float32)
     group = first_group + row * 0
-    start = first * BLOCK_K // GROUP if GROUP > 0 else 0
+    # A split may have no blocks: then those of the last, as the next group's lie outside of the expert.
+    start = tl.maximum(tl.minimum(first, last - 1), 0) * BLOCK_K // GROUP if GROUP > 0 else 0
     # They are too few to be copied asynchronously: read one step ahead.
     scale, zero = scales_of(scale_ptr, zero_ptr, group + start, row, N, ZERO, HAS_ZERO)
     for block in range(first, last):
