@@ -188,7 +188,8 @@ def test_the_environment_of_a_part(renew: Any, fake: Any, tmp_path: Path) -> Non
         for name, text in {"carried.py": "", **{f"carried-1.0.dist-info/{n}": t for n, t in about.items()}}.items():
             wheel.writestr(name, text)
     needs = {"environment": (("OWN", "yes"),), "needs": ("mine", "carried")}
-    fake(("a", asks, 5, needs), ("b", asks, 5, {"needs": ("theirs",)}))
+    # Whose imports may take a busy machine half a minute.
+    fake(("a", asks, 60, needs), ("b", asks, 5, {"needs": ("theirs",)}))
     flags = "--path", str(tmp_path / "more"), "--cache", str(tmp_path / "cache"), "--pack", str(tmp_path / "all.tgz")
     found = run(renew, tmp_path / "out", *flags, "--wheels", str(tmp_path / "wheels"))
     assert found["a"]["state"] == "complete", found["a"]
