@@ -117,7 +117,8 @@ class FusedMoE(Layer):
         sum; pairs of other ranks' experts cost nothing.
     tp : Axis
         Ranks that split every expert's intermediate dimension; the output is a partial sum. Packed weights in whole
-        groups (mxfp4: of 32), the first ranks one more where they do not divide evenly.
+        groups (mxfp4: of 32), or words of codes where a channel has one scale; the first ranks one more where they do
+        not divide evenly.
     placement : ExpertPlacement, optional
         Of these experts over ``ep``: this rank holds its slots' experts, and ``topk_ids`` are slots, as the placement
         returns them. Only where checkpoints hold one tensor per expert. Default: experts in their order, one slot each.
