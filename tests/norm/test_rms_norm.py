@@ -200,7 +200,7 @@ def coded(
 
 def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
     return all(
-        a.shape == b.shape and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+        a.shape == b.shape and torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (a, b)))
         for a, b in zip(found, wanted, strict=True)
     )
 
