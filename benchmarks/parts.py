@@ -411,5 +411,6 @@ HISTORY = {
     "host_ab_h200.jsonl": "two trees by turns, one of them older than prepared launches; host_time.* measures today's",
     "host_by_machine_h200.jsonl": "host_time.* and cold_start.* on slower hosts, at the page's commit",
     "cutlass_boundary_h200.jsonl": "sgl_kernel's experts around 2,048 rows: among the rows of products since",
+    "tp8_layer_ways_h200.jsonl": "launches of DeepSeek-V3's layer exchanged by turns; benchmarks/notes/tp8_layer.md",
     "serve_pace_h200.jsonl": "what servers did from commit to commit; serve.* measures today's",
 }

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-
-import fastlayers as fl
-from fastlayers.layer import trust
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,64 +65,3 @@ def test_a_prompt_is_timed_where_all_of_it_was_queued_before(stack: Any, monkeyp
     assert device.naps[0] < device.naps[1] and len(set(device.naps[-4:])) == 1  # longer and longer, then at most
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: setattr(device, "asleep", True))
     assert stack.queued(device.work, 4)["host_ahead"] is True
-
-
-@pytest.fixture
-def trial(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return import_module("trials.tp8_layer_kernels")
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("tokens", [1, 3, 70])
-def test_products_of_heads_into_parts_of_something_wider(tokens: int, trial: Any) -> None:
-    heads, nope, rank, size = 2, 32, 128, 32
-    q, weight = torch.randn(tokens, heads, nope + 8).bfloat16(), torch.randn(heads, nope + size, rank).bfloat16()
-    room = torch.full((tokens, heads, rank + 8), 7.0).bfloat16()
-    trial.absorbed(q[..., :nope], weight[:, :nope], room[..., :rank], 16)
-    wanted = torch.einsum("thk,hkn->thn", q[..., :nope].float(), weight[:, :nope].float())
-    assert (room[..., :rank].float() - wanted).abs().max() < 0.01 * wanted.abs().max() and bool(
-        (room[..., rank:] == 7).all()
-    )
-    latent, o = torch.randn(tokens, heads, rank).bfloat16(), torch.empty(tokens, heads, size).bfloat16()
-    trial.absorbed(latent, weight[:, nope:].transpose(1, 2), o, 16)
-    wanted = torch.einsum("thk,hnk->thn", latent.float(), weight[:, nope:].float())
-    assert (o.float() - wanted).abs().max() < 0.01 * wanted.abs().max()
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("coded", [False, True])
-def test_both_norms_in_one_launch(coded: bool, trial: Any) -> None:
-    rows = torch.randn(5, 256 + 128 + 16).bfloat16()
-    q_a, latent, _ = rows.split([256, 128, 16], -1)
-    norms = [fl.RMSNorm(size, dtype=torch.bfloat16, backend="triton") for size in (256, 128)]
-    for norm in norms:
-        norm.weight.copy_(torch.randn(norm.weight.shape))
-    product = fl.FP8BlockLinear(256, 128, backend="triton" if coded else "torch")
-    trust(product)
-    layer = SimpleNamespace(q_a_layernorm=norms[0], kv_a_layernorm=norms[1], q_b_proj=product)
-    q, normed = trial.pair(layer, q_a, latent)
-    assert torch.equal(normed, norms[1](latent))
-    if not coded:
-        assert torch.equal(q, norms[0](q_a))
-        return
-    wanted, _ = norms[0].coded(q_a, None, "col")
-    assert torch.equal(q.codes.view(torch.uint8), wanted.codes.view(torch.uint8)) and torch.equal(
-        q.scales, wanted.scales
-    )
-
-
-@pytest.mark.slow
-def test_ways_through_the_layer_are_right(tmp_path: Path) -> None:
-    """The trial's candidates beside the library's, interpreted: codes from three rows on, products near."""
-    program, out = ROOT / "benchmarks" / "trials" / "tp8_layer_ways.py", tmp_path / "ways.jsonl"
-    roots = os.pathsep.join(str(ROOT / name) for name in ("src", "models", "server", "benchmarks"))
-    env = os.environ | {"PYTHONPATH": roots, "FASTLAYERS_BACKEND": "rms_norm=triton,fp8_linear=triton"}
-    command = [sys.executable, str(program), "--small", "--device", "cpu", "--seconds", "900", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    _, *rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["batch"] for row in rows] == [1] * 6 + [3] * 6
-    for row in rows:
-        near = row["way"] in ("products", "both")
-        assert row["apart"] == 0.0 or (near and row["apart"] < 0.01), row
