@@ -23,6 +23,7 @@ from fastlayers.attention.buckets import ExtendBucket
 from fastlayers.attention.gqa import cases as gqa_cases
 from fastlayers.attention.meta import AttentionBatch, AttentionState
 from fastlayers.attention.mla import cases as mla_cases
+from fastlayers.attention.mla.joined_heads import join_heads
 from fastlayers.attention.mla.triton import rounded_to_e4m3
 from fastlayers.comm import triton_exchange, triton_push, triton_tokens
 from fastlayers.linear.bmm.layer import BmmConfig
@@ -362,6 +363,11 @@ def _attention(recorder: Recorder) -> None:
                 _empty(len(lengths), heads, cfg.latent_width, dtype=dtype),
                 _empty(64, page, cfg.latent_width, dtype=cfg.kv_dtype), meta,
             )  # fmt: skip
+    recorder.label = "mla-heads"
+    for heads, dtype in product((16, 128), (BF16, FP32)):
+        turned, joined = (_empty(64, heads, width, dtype=dtype) for width in (64, 192))
+        join_heads.function(_empty(64, heads, 256, dtype=dtype)[..., :128], turned[:, :1].expand(-1, heads, -1), joined)
+        join_heads.function(None, turned, joined)
     recorder.label = "mla-queries"
     rounded_to_e4m3(_empty(64, 128, 576, dtype=BF16))
 

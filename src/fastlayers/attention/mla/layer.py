@@ -29,6 +29,7 @@ from fastlayers.attention.merge_state.layer import MergeState
 from fastlayers.attention.meta import AttentionMeta, check_loc
 from fastlayers.attention.mla.config import FEW, MLA, NAME, MLAConfig
 from fastlayers.attention.mla.fp8_absorb import QuantisedAbsorb
+from fastlayers.attention.mla.joined_heads import join_heads
 from fastlayers.attention.mla.prefix_chunks import PATHS, Expansion, MLAThresholds, select_path
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite
 from fastlayers.comm.parallel import REPLICATED, SINGLE, Axis, Shard
@@ -325,7 +326,10 @@ class MLAAttention(AttentionCore):
         if path == "mqa":
             o = self._mqa(q[..., :nope], q_pe, room, cache.keys, meta)
         else:
-            q[..., nope:] = q_pe
+            if q.is_cuda and not torch.compiler.is_compiling():
+                join_heads(None, q_pe, q)
+            else:
+                q[..., nope:] = q_pe
             o = self._mha(q, cache.keys, meta, path)
         projected: torch.Tensor = held["o_proj"](o.flatten(1))
         return projected
@@ -403,7 +407,12 @@ class MLAAttention(AttentionCore):
         latent, k_pe = rows.split([cfg.kv_lora_rank, cfg.qk_rope_head_dim], -1)
         kv = self.kv_b_proj(latent).view(-1, self.num_heads, cfg.qk_nope_head_dim + cfg.v_head_dim)
         k_nope, v = kv.split([cfg.qk_nope_head_dim, cfg.v_head_dim], -1)
-        return torch.cat([k_nope, k_pe.unsqueeze(1).expand(-1, self.num_heads, -1)], -1), v
+        k_pe = k_pe.unsqueeze(1).expand(-1, self.num_heads, -1)
+        if not kv.is_cuda or torch.compiler.is_compiling():
+            return torch.cat([k_nope, k_pe], -1), v
+        k = kv.new_empty(*kv.shape[:2], cfg.qk_nope_head_dim + cfg.qk_rope_head_dim)
+        join_heads(k_nope, k_pe, k)
+        return k, v
 
     def _mha(self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMeta, path: str) -> torch.Tensor:
         core = self.ladder.pick(q.shape[0])
