@@ -24,7 +24,7 @@ VLLM = {
 }  # fmt: skip
 MISSING = "not measured yet"
 # Backends whose kernels are this project's; triton_kernels is a package.
-OURS = ("triton", "triton_swizzled", "gluon")
+OURS = ("triton", "triton_swizzled", "gluon", "wgmma")
 
 
 def read(part: str) -> list[Row]:

@@ -363,6 +363,20 @@ def _attention(recorder: Recorder) -> None:
                 _empty(len(lengths), heads, cfg.latent_width, dtype=dtype),
                 _empty(64, page, cfg.latent_width, dtype=cfg.kv_dtype), meta,
             )  # fmt: skip
+    # Heads as columns: cut by length, evenly, and alone; few heads, larger pages.
+    for name, heads, page, lengths, dtype in (
+        ("deepseek_tp8_decode", 16, 64, (4096,) * 128, BF16), ("deepseek_tp8_decode", 16, 64, (4096,), BF16),
+        ("deepseek_tp8_decode", 8, 128, (100,), FP16),
+    ):  # fmt: skip
+        cfg = replace(latents.case(name).cfg, num_heads=heads, page_size=page, dtype=dtype, kv_dtype=dtype)
+        recorder.label = f"mla-{name}-columns-{heads}-{page}-{len(lengths)}"
+        pages = [[1] * -(-length // page) for length in lengths]
+        batch = AttentionBatch((1,) * len(lengths), tuple(length - 1 for length in lengths), pages)
+        meta = _host_state(1024, 1024, 4096 // page, page).plan(batch)
+        registry("mla").named("wgmma").load()(cfg).decode(
+            _empty(len(lengths), heads, cfg.latent_width, dtype=dtype),
+            _empty(64, page, cfg.latent_width, dtype=dtype), meta,
+        )  # fmt: skip
     recorder.label = "mla-heads"
     for heads, dtype in product((16, 128), (BF16, FP32)):
         turned, joined = (_empty(64, heads, width, dtype=dtype) for width in (64, 192))

@@ -14,6 +14,7 @@ import torch
 
 from fastlayers import env
 from fastlayers.attention.mla import gluon as mla_gluon
+from fastlayers.attention.mla import wgmma as mla_wgmma
 from fastlayers.device import Device
 from fastlayers.moe.fused_moe.triton import mxfp4_plans, mxfp4_wgmma
 from fastlayers.registry import LAYERS, registry
@@ -84,6 +85,20 @@ def test_e4m3_latents_are_loaded_ahead_and_converted_once(build: KernelBuild) ->
     assert "async_copy_global_to_local" in loop and "tt.load %latent" not in loop
 
 
+COLUMNS = [build for build in BUILDS if build.kernel.__module__ == mla_wgmma.__name__]
+
+
+@pytest.mark.parametrize("build", COLUMNS, ids=lambda build: build.name)
+def test_cached_rows_are_left_operands_where_copies_put_them(build: KernelBuild) -> None:
+    """Three products of a tile, two tiles in shared memory, and nothing of a tile in registers."""
+    found = compiled_for(build)
+    loop = found.asm["ttgir"].partition("scf.for")[2]
+    assert loop.count("ttng.warp_group_dot ") == 3 and "async_copy_global_to_local" in loop
+    assert "ttg.local_load" not in loop and "tt.load %latent" not in loop
+    tiles = 2 * 2 * 64 * 576
+    assert tiles < found.metadata.shared <= tiles + 24 * 1024
+
+
 HEADS = [build for build in BUILDS if build.kernel.__module__ == mla_gluon.__name__]
 
 
@@ -136,7 +151,7 @@ def needs_sm_90(build: KernelBuild) -> bool:
 
 def needs_wgmma(build: KernelBuild) -> bool:
     """Return whether a launch multiplies by ``wgmma``, which sm_90 alone has; its plan or row says so elsewhere."""
-    return build.kernel.__module__ in (mxfp4_wgmma.__name__, mla_gluon.__name__)
+    return build.kernel.__module__ in (mxfp4_wgmma.__name__, mla_gluon.__name__, mla_wgmma.__name__)
 
 
 # Which rows make those launches that no case of a layer names.
@@ -144,7 +159,9 @@ OTHERS = {
     r"gqa-(?P<case>\w+)-tree-\d": ("gqa", "triton"),
     r"mla-(?P<case>\w+)-tree-\d+": ("mla", "triton"),
     r"mla-(?P<case>\w+)-heads-.*": ("mla", "gluon"),
+    r"mla-(?P<case>\w+)-columns-.*": ("mla", "wgmma"),
     r"mla-queries": ("mla", "flashmla"),
+    r"rms_norm-codes-.*": ("fp8_linear", "triton"),  # which takes the codes, and without which nobody asks for them
     r"fused_moe-DeepGemmFusedMoE-.*": ("fused_moe", "deep_gemm"),
     r"fused_moe-DeepGemmMaskedFusedMoE-.*": ("fused_moe", "deep_gemm_masked"),
     r"fused_moe-rows": ("fused_moe", "sgl_kernel"),
@@ -161,6 +178,7 @@ def configurations() -> dict[str, tuple[str, str, Any]]:
     usual = {
         ("mla", "flashmla"): replace(known["mla-deepseek_tp8_decode"], kv_dtype=torch.float8_e4m3fn, fp8_math=True),
         ("fused_moe", "triton_swizzled"): GPT_OSS,
+        ("fp8_linear", "triton"): spec_of("fp8_linear").cases[0].cfg,
     }  # fmt: skip
     usual |= {("fused_moe", name): V3_EXPERTS for name in ("deep_gemm", "deep_gemm_masked", "sgl_kernel")}
     for label in {build.name.removeprefix(f"{build.kernel.__name__}-") for build in BUILDS} - found.keys():
@@ -197,6 +215,8 @@ def test_compiles_for_other_cards(build: KernelBuild, capability: int) -> None:
     if needs_wgmma(build):
         card = Device("cuda", "a card", (capability // 10, capability % 10))
         if ".mla." in build.kernel.__module__:
+            cfg = spec_of("mla").case("deepseek_tp8_decode").cfg
+            assert registry("mla").named("wgmma").refusal(cfg, card) == f"needs sm_90, this is sm_{capability}"
             cfg = spec_of("mla").case("deepseek_e4m3").cfg
             assert registry("mla").named("gluon").refusal(cfg, card) == f"needs sm_90, this is sm_{capability}"
             return

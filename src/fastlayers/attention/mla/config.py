@@ -242,6 +242,19 @@ def _gluon_refuses(cfg: MLAConfig, device: Device) -> str | None:
     return _refuses_latents(cfg)
 
 
+def _wgmma_refuses(cfg: MLAConfig, device: Device) -> str | None:
+    # Without a GPU it runs in Triton's interpreter.
+    if device.type == "cuda" and (why := device.refuses_all_but(9)) is not None:
+        return why
+    if cfg.dtype not in _HALF or cfg.kv_dtype != cfg.dtype:
+        return f"queries of {cfg.dtype} and a cache of {cfg.kv_dtype} are not both float16 or bfloat16"
+    if cfg.num_heads > 16:
+        return f"{cfg.num_heads} heads are more than 16"
+    if cfg.page_size % 64:
+        return f"pages of {cfg.page_size} tokens do not hold whole tiles of 64"
+    return _refuses_latents(cfg)
+
+
 _HERE = "fastlayers.attention.mla"
 # As Triton 3.6 has them.
 _GLUON = (
@@ -281,6 +294,12 @@ MLA = Registry(
             phases=("decode", "ragged", "extend"),
         ),
         replace(triton_backend(f"{_HERE}.triton:TritonMLA", _triton_refuses), captures_extend=True, masks_trees=True),
+        replace(
+            triton_backend(f"{_HERE}.wgmma:WgmmaMLA", _wgmma_refuses),
+            name="wgmma",
+            phases=("decode",),
+            repeats_on=(),  # alike in replays; whatever shares the batch was not seen yet
+        ),
         Backend(
             "flashinfer_fa2",
             f"{_HERE}.flashinfer:FlashInferFA2",
