@@ -112,11 +112,12 @@ def exact(given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def attend(
-    given: tuple[torch.Tensor, ...], longest: int, per_sm: int = 1, module: Any = wgmma
+    given: tuple[torch.Tensor, ...], longest: int, per_sm: int = 1, module: Any = wgmma, twin: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute as the backend does."""
     q, cache, table, starts, lengths = given
-    o, lse = module._decode.function(q, cache, table, starts, lengths, 512, SCALE, longest, per_sm)
+    twin = env.triton_interpret() if twin is None else twin
+    o, lse = module._decode.function(q, cache, table, starts, lengths, 512, SCALE, longest, per_sm, twin)
     return o, lse
 
 
@@ -162,7 +163,7 @@ def test_right_however_requests_are_cut(name: str, few_multiprocessors: None) ->
     assert wrong(attend(given, longest, PER.get(name, 1)), exact(given)) == ""
     splits, by_length, *_ = wgmma._launches(
         given[0].shape, 512, (*given[0].stride()[:2], *given[1].stride()[:2], given[2].stride()[0]), page, SCALE,
-        longest - longest % 64, dtype, PER.get(name, 1), CPU,
+        longest - longest % 64, dtype, PER.get(name, 1), True, CPU,
     )  # fmt: skip
     assert (splits == 1, by_length) == (name == "direct", name.startswith("by length"))
 
@@ -218,7 +219,7 @@ def test_planted_faults_show(name: str, tmp_path: Path, few_multiprocessors: Non
 @torch.inference_mode()
 @pytest.mark.parametrize("heads", [1, 7, 16])
 def test_on_a_gpu(heads: int) -> None:
-    """Eager, again, and replayed with lengths, starts and pages that change in place."""
+    """Eager, again, the twin's bits, and replayed with lengths, starts and pages that change in place."""
     if (why := MLA.named("wgmma").refusal(replace(REAL, num_heads=heads), as_device("cuda"))) is not None:
         pytest.skip(why)
     device = torch.device("cuda")
@@ -232,6 +233,8 @@ def test_on_a_gpu(heads: int) -> None:
                 found, again = (attend(given, max(lengths), per_sm) for _ in range(2))
                 assert wrong(found, wanted, BOUND_LSE_GPU) == "", (lengths[:6], page, per_sm)
                 assert all(map(torch.equal, found, again)), (lengths[:6], page, per_sm)
+                twin = attend(given, max(lengths), per_sm, twin=True)
+                assert all(map(torch.equal, found, twin)), (lengths[:6], page, per_sm)
     for count in (4, 12, 64):
         draws = [[(37 * i * i + 911 * draw) % 1800 for i in range(count)] for draw in range(3)]
         static = inputs([1800, *draws[0][1:]], heads, 64, device)

@@ -373,10 +373,13 @@ def _attention(recorder: Recorder) -> None:
         pages = [[1] * -(-length // page) for length in lengths]
         batch = AttentionBatch((1,) * len(lengths), tuple(length - 1 for length in lengths), pages)
         meta = _host_state(1024, 1024, 4096 // page, page).plan(batch)
-        registry("mla").named("wgmma").load()(cfg).decode(
-            _empty(len(lengths), heads, cfg.latent_width, dtype=dtype),
-            _empty(64, page, cfg.latent_width, dtype=dtype), meta,
-        )  # fmt: skip
+        for twin in (False, True):
+            columns = registry("mla").named("wgmma").load()(cfg)
+            columns.twin = twin
+            columns.decode(
+                _empty(len(lengths), heads, cfg.latent_width, dtype=dtype),
+                _empty(64, page, cfg.latent_width, dtype=dtype), meta,
+            )  # fmt: skip
     recorder.label = "mla-heads"
     for heads, dtype in product((16, 128), (BF16, FP32)):
         turned, joined = (_empty(64, heads, width, dtype=dtype) for width in (64, 192))

@@ -14,6 +14,7 @@ import torch
 
 from fastlayers import env
 from fastlayers.attention.mla import gluon as mla_gluon
+from fastlayers.attention.mla import gluon_columns as mla_columns
 from fastlayers.attention.mla import wgmma as mla_wgmma
 from fastlayers.device import Device
 from fastlayers.moe.fused_moe.triton import mxfp4_plans, mxfp4_wgmma
@@ -85,7 +86,7 @@ def test_e4m3_latents_are_loaded_ahead_and_converted_once(build: KernelBuild) ->
     assert "async_copy_global_to_local" in loop and "tt.load %latent" not in loop
 
 
-COLUMNS = [build for build in BUILDS if build.kernel.__module__ == mla_wgmma.__name__]
+COLUMNS = [build for build in BUILDS if build.kernel.__module__ in (mla_columns.__name__, mla_wgmma.__name__)]
 
 
 @pytest.mark.parametrize("build", COLUMNS, ids=lambda build: build.name)
@@ -97,6 +98,12 @@ def test_cached_rows_are_left_operands_where_copies_put_them(build: KernelBuild)
     assert "ttg.local_load" not in loop and "tt.load %latent" not in loop
     tiles = 2 * 2 * 64 * 576
     assert tiles < found.metadata.shared <= tiles + 24 * 1024
+    # Whether the next tile is asked for while this one is multiplied.
+    ahead = loop.index("async_copy_global_to_local") < loop.index("warp_group_dot_wait")
+    assert ahead == (build.kernel.__module__ == mla_columns.__name__)
+    ptx = found.asm["ptx"]
+    wait = ptx.index("griddepcontrol.wait")
+    assert "ld.global" not in ptx[:wait] and ptx.count("griddepcontrol.wait") == 1
 
 
 HEADS = [build for build in BUILDS if build.kernel.__module__ == mla_gluon.__name__]
@@ -151,7 +158,12 @@ def needs_sm_90(build: KernelBuild) -> bool:
 
 def needs_wgmma(build: KernelBuild) -> bool:
     """Return whether a launch multiplies by ``wgmma``, which sm_90 alone has; its plan or row says so elsewhere."""
-    return build.kernel.__module__ in (mxfp4_wgmma.__name__, mla_gluon.__name__, mla_wgmma.__name__)
+    return build.kernel.__module__ in (
+        mxfp4_wgmma.__name__,
+        mla_gluon.__name__,
+        mla_wgmma.__name__,
+        mla_columns.__name__,
+    )
 
 
 # Which rows make those launches that no case of a layer names.

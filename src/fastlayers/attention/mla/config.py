@@ -297,6 +297,7 @@ MLA = Registry(
         replace(
             triton_backend(f"{_HERE}.wgmma:WgmmaMLA", _wgmma_refuses),
             name="wgmma",
+            needs=(*TRITON_NEEDS, *_GLUON),
             phases=("decode",),
             repeats_on=(),  # alike in replays; whatever shares the batch was not seen yet
         ),

@@ -6,7 +6,9 @@
 
 A wgmma has 64 rows at least, of which 16 heads would fill a quarter; so turned it has no row too many, needs no
 registers for its left operand, and leaves them to the sums. With 16 heads a tile takes 2,000 clocks of some 4,000 in
-which memory brings the next. Requests are cut, and their parts added up, as in :mod:`fastlayers.attention.mla.triton`.
+which memory brings the next: the kernel in Gluon (:mod:`fastlayers.attention.mla.gluon_columns`) asks for it while it
+multiplies. The one in Triton, which asks only then, runs in the interpreter, and computes the same bits. Requests are
+cut, and their parts added up, as in :mod:`fastlayers.attention.mla.triton`.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ from functools import lru_cache
 import torch
 import triton.language as tl
 
+from fastlayers import env
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.attention.mla.config import NAME, MLAConfig, empty_decode
+from fastlayers.attention.mla.gluon_columns import gluon_columns_kernel
 from fastlayers.attention.mla.launch_config import (
     MAX_SPLITS,
     NOMINAL_SM_COUNT,
@@ -120,7 +124,7 @@ def _plan(cfg_of: tuple[int, torch.dtype, int], requests: int, max_seq_len: int,
 @lru_cache(maxsize=4096)
 def _launches(
     shape: tuple[int, ...], rank: int, strides: tuple[int, ...], page: int, scale: float, max_seq_len: int,
-    dtype: torch.dtype, per_sm: int, device: torch.device,
+    dtype: torch.dtype, per_sm: int, twin: bool, device: torch.device,
 ) -> tuple[int, bool, Callable[..., None], Callable[..., None]]:  # fmt: skip
     """Return the most parts of a request, whether lengths settle them, what launches the attention, what adds up."""
     (requests, heads, width), launch = shape, dependent_launch(device)
@@ -128,11 +132,15 @@ def _launches(
     rows = requests * heads
     # Parts by length: each request may have one more than it would have of the mean length.
     grid = (requests * (wanted + 1), 1) if block else (requests, splits)
-    attend = columns_kernel.at(
-        grid, *strides, scale * LOG2_E, splits, wanted, requests, rows, HEADS=heads, RANK=rank, ROPE=width - rank,
-        PAGE=page, DIRECT=splits == 1, REQUESTS=block, LEAST=least, BLOCK_M=ROWS, BLOCK_N=KEYS, num_warps=WARPS,
-        num_stages=STAGES, **launch,
-    )  # fmt: skip
+    numbers = *strides, scale * LOG2_E, splits, wanted, requests, rows
+    sizes = {"HEADS": heads, "PAGE": page, "DIRECT": splits == 1, "REQUESTS": block, "LEAST": least}
+    tiles = {"BLOCK_M": ROWS, "BLOCK_N": KEYS, "num_warps": WARPS} | launch
+    if twin:
+        attend = columns_kernel.at(
+            grid, *numbers, **sizes, RANK=rank, ROPE=width - rank, **tiles, num_stages=STAGES
+        )  # fmt: skip
+    else:
+        attend = gluon_columns_kernel.at(grid, *numbers, **sizes, **tiles)
     reduce = _reduce_kernel.at(
         (rows,), splits, rows, RANK=rank, MAX_SPLITS=MAX_SPLITS, BLOCK=REDUCE_BLOCK, OWN=block > 0, num_warps=4,
         **launch,
@@ -143,13 +151,13 @@ def _launches(
 @operator("mla_wgmma_decode", empty_decode)
 def _decode(
     q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, starts: torch.Tensor, seq_lens: torch.Tensor,
-    rank: int, scale: float, max_seq_len: int, per_sm: int,
+    rank: int, scale: float, max_seq_len: int, per_sm: int, twin: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     o, lse = empty_decode(q, rank)
     splits, by_length, attend, reduce = _launches(
         q.shape, rank, (*q.stride()[:2], *cache.stride()[:2], page_table.stride()[0]), cache.shape[1], scale,
         # No part ends within so many rows, so that the longest request may be rounded down.
-        max_seq_len - max_seq_len % SPLIT_ROWS, q.dtype, per_sm, q.device,
+        max_seq_len - max_seq_len % SPLIT_ROWS, q.dtype, per_sm, twin, q.device,
     )  # fmt: skip
     partial, partial_lse, parts = o, lse, seq_lens
     if splits > 1:
@@ -164,13 +172,20 @@ def _decode(
 
 
 class WgmmaMLA:
-    """Decode only. Capture-safe: grids and most parts come from host bounds, lengths are read on the device."""
+    """Decode only. Capture-safe: grids and most parts come from host bounds, lengths are read on the device.
+
+    Attributes
+    ----------
+    twin : bool
+        Whether Triton's kernel with the same tiles computes instead: in its interpreter, and for tests.
+    """
 
     def __init__(self, cfg: MLAConfig, config: Mapping[str, int] | None = None) -> None:
         if config is not None:
             check_keys("mla", "config of the wgmma backend", config, ("per_sm",))
         self.cfg, self.rank, self.scale = cfg, cfg.kv_lora_rank, cfg.softmax_scale
         self.per_sm = PER_SM[0] if config is None else config["per_sm"]
+        self.twin = env.triton_interpret()
 
     @staticmethod
     def candidates(cfg: MLAConfig, num_tokens: int) -> list[dict[str, int]]:
@@ -190,8 +205,9 @@ class WgmmaMLA:
         if not meta.is_decode:
             raise ArgumentError(NAME, "meta", "a step of several new tokens a request", "one each for backend 'wgmma'")
         o, lse = _decode(
-            q, cache, meta.page_table, meta.starts, meta.seq_lens, self.rank, self.scale, meta.max_seq_len, self.per_sm
-        )
+            q, cache, meta.page_table, meta.starts, meta.seq_lens, self.rank, self.scale, meta.max_seq_len, self.per_sm,
+            self.twin,
+        )  # fmt: skip
         return o, lse
 
     def kernels_of(self, requests: int, max_query_len: int, max_seq_len: int) -> tuple[tuple[int, ...], tuple[()]]:
