@@ -11,6 +11,7 @@ import torch
 from fastlayers.errors import check_keys
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
+from fastlayers.moe.fused_moe.weights import GROUP
 from fastlayers.quant.packed_codes import run_of
 from fastlayers.quant.weight_only_config import WEIGHT_ONLY
 
@@ -97,7 +98,9 @@ def plan_for(tokens: int, cfg: FusedMoEConfig, wide: bool) -> LaunchConfig:
     if cfg.quant in WEIGHT_ONLY:
         return _packed_plan(pairs, small_batch, cfg, wide)
     if small_batch and not (wide and cfg.quant == "none"):
-        return VECTORS if tokens == 1 and takes_vectors(cfg) else _pair_plan(pairs, cfg)
+        if tokens == 1 and not wide and takes_vectors(cfg):
+            return _fp8_vector_plans(cfg)[0] if cfg.quant == "fp8_block" else VECTORS
+        return _pair_plan(pairs, cfg)
     average = -(-pairs // cfg.all_experts)
     if wide and cfg.quant == "none":
         m = 16 if average <= 16 else 32
@@ -118,8 +121,21 @@ def plan_for(tokens: int, cfg: FusedMoEConfig, wide: bool) -> LaunchConfig:
 VECTORS = LaunchConfig(Tile(0, 2, 1024, 4, 2), Tile(0, 2, 256, 4, 1))
 
 
+# FP8: rows of each half, columns, warps and tiles ahead; outputs, warps and tiles ahead. Predicted, not measured: see
+# benchmarks/notes/fused_moe_triton.md.
+_FP8_FIRST = (4, 1024, 4, 2), (4, 1024, 4, 1), (2, 1024, 4, 2), (4, 1024, 2, 1), (8, 1024, 4, 1)
+_FP8_SECOND = (16, 4, 18), (8, 4, 9), (16, 4, 9), (8, 4, 5)
+
+
 def takes_vectors(cfg: FusedMoEConfig) -> bool:
-    """Return whether matrix-vector products serve: 16-bit weights, no shared experts, sums that fit registers."""
+    """Return whether matrix-vector products serve.
+
+    16-bit weights: no shared experts, and sums that fit registers. FP8 in blocks: whole groups of columns, so that
+    neither rows of weights nor their scales end inside a program.
+    """
+    if cfg.quant == "fp8_block":
+        whole = cfg.hidden_size % GROUP == 0 and cfg.intermediate_size % GROUP == 0
+        return whole and cfg.dtype != torch.float32 and cfg.pairs_per_token <= 16
     return cfg.quant == "none" and cfg.num_shared == 0 and cfg.dtype != torch.float32 and cfg.top_k <= 16
 
 
@@ -192,7 +208,7 @@ def candidates(cfg: FusedMoEConfig, num_tokens: int) -> list[dict[str, int]]:
     else:
         small_batch = num_tokens <= MAX_PAIR_TOKENS
         if small_batch and takes_vectors(cfg):
-            plans += _vector_plans(cfg)
+            plans += _fp8_vector_plans(cfg) if cfg.quant == "fp8_block" else _vector_plans(cfg)
         if num_tokens <= PAIR_LIMIT:
             plans += _pair_plans(cfg, pairs)[: None if small_batch else 4 if num_tokens <= 8 else 2]
         if not small_batch or pairs > cfg.all_experts:
@@ -223,6 +239,25 @@ def _vector_plans(cfg: FusedMoEConfig) -> list[LaunchConfig]:
     seconds = [tile for tile in seconds if tile.n * span * tile.k <= 2048 * tile.warps]
     plans = [LaunchConfig(tile, seconds[0]) for tile in firsts]
     return plans + [LaunchConfig(firsts[0], tile) for tile in seconds[1:]]
+
+
+def _fp8_vector_plans(cfg: FusedMoEConfig) -> list[LaunchConfig]:
+    """Rows enough that quantising them is not most of the work; the second product's first, of so many outputs.
+
+    A tile of the second product has ``512 * warps / k`` rows, at most as many as there are outputs.
+    """
+    firsts = [Tile(0, *shape) for shape in _FP8_FIRST if shape[1] <= next_power_of_2(cfg.hidden_size)]
+    firsts = firsts or [Tile(0, 4, 128, 1, 2)]
+    depth = min(512, cfg.intermediate_size & -cfg.intermediate_size)
+    seconds = []
+    for outputs, warps, ahead in _FP8_SECOND:
+        rows = 512 * warps // depth
+        # So many tiles has a program; more than 20 of them do not fit registers.
+        tiles = cdiv(outputs * cfg.pairs_per_token, rows) * (cfg.intermediate_size // depth)
+        if rows <= outputs:
+            seconds.append(Tile(0, outputs, depth, warps, min(ahead, tiles)))
+    seconds = list(dict.fromkeys(seconds)) or [Tile(0, 16, depth, 1, 4)]
+    return [LaunchConfig(tile, seconds[0]) for tile in firsts] + [LaunchConfig(firsts[0], s) for s in seconds[1:]]
 
 
 # 16-bit weights: pairs of a block, band, then columns, depth, warps and stages of both products.

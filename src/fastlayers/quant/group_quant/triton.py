@@ -87,6 +87,17 @@ def divide_rows(x, scale, POWER_OF_TWO: tl.constexpr, NARROW: tl.constexpr):
 
 
 @triton.jit
+def requantized(x, scale, eps, MAX: tl.constexpr, UE8M0: tl.constexpr, NARROW: tl.constexpr = False):
+    """Return fp32 ``x`` ``[K]`` as the values of its e4m3 codes in groups of 128, times fp32 ``scale`` ``[K / 128]``.
+
+    For products without tensor cores: a group's own scale and ``scale``, a weight's, are multiplied first, then the
+    codes by both. Rounded twice. A group that is not finite is NaN. ``NARROW``: see :func:`quantize_tile`.
+    """
+    codes, own = quantize_tile(tl.reshape(x, [x.shape[0] // 128, 128]), eps, MAX, UE8M0, False, NARROW)
+    return tl.reshape(codes.to(tl.float32) * (own * scale)[:, None], [x.shape[0]])
+
+
+@triton.jit
 def tile_row():
     """Return which row of tiles this program has, in the grid of :class:`QuantTile`."""
     return tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)

@@ -26,6 +26,7 @@ from fastlayers.moe.fused_moe.triton.mxfp4_gemm import mxfp4_experts
 from fastlayers.moe.fused_moe.triton.packed_gemm import packed_experts
 from fastlayers.moe.fused_moe.triton.pair_gemm import pair_experts
 from fastlayers.moe.fused_moe.triton.pair_vector import vector_experts
+from fastlayers.moe.fused_moe.triton.pair_vector_fp8 import fp8_vector_experts
 from fastlayers.moe.fused_moe.triton.reduce import launch_reduce, reduce
 from fastlayers.moe.fused_moe.weights import EPS, FORMATS, GROUP, PLAIN_INPUTS, MoEWeights
 from fastlayers.quant.weight_only_config import WEIGHT_ONLY
@@ -154,10 +155,15 @@ def _chunk(
     if quant in WEIGHT_ONLY:
         reduce(packed_experts(x, weights, ids, packed, plan, cfg), ids, y, experts, factor, plan.splits)
         return
-    values, scale = (x, weights) if quant == "none" else _quantize(x, None, experts, quant, ue8m0)
+    if plan.first.m == 0 and quant == "fp8_block":
+        fp8_vector_experts(
+            x, weights, ids, packed, y, cfg.num_shared, plan, ue8m0, oai, cfg.alpha, cfg.limit, factor
+        )  # fmt: skip
+        return
     if plan.first.m == 0:
         vector_experts(x, weights, ids, packed, y, plan, oai, cfg.alpha, cfg.limit, factor, cfg.interleaved)
         return
+    values, scale = (x, weights) if quant == "none" else _quantize(x, None, experts, quant, ue8m0)
     if plan.by_pair:
         pair_experts(
             values, scale, weights, ids, packed, y, cfg.num_shared, plan, quant, ue8m0, oai, cfg.alpha, cfg.limit,
@@ -233,7 +239,7 @@ def _fused_moe(
 
 
 class TritonFusedMoE(ExpertsBackend):
-    """One operator of 3 to 5 launches for few tokens, of 4 to 7 for more.
+    """One operator of 2 to 5 launches for few tokens, of 4 to 7 for more.
 
     Parameters
     ----------

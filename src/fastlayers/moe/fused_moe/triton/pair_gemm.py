@@ -44,7 +44,7 @@ def _load(rows, k, limit, EVEN_K: tl.constexpr):
 
 
 @triton.jit
-def _expert_of(ids_ptr, pair, num_routed, TOP_K: tl.constexpr, SHARED: tl.constexpr, SPAN: tl.constexpr):
+def expert_of(ids_ptr, pair, num_routed, TOP_K: tl.constexpr, SHARED: tl.constexpr, SPAN: tl.constexpr):
     """Return the expert of a pair, -1 if it is dropped. The last SHARED pairs of a token follow its routed ones."""
     if SHARED == 0:
         expert = tl.load(ids_ptr + pair).to(tl.int64)
@@ -89,7 +89,7 @@ def pair_product_kernel(
     first, last = split * each, tl.minimum((split + 1) * each, blocks)
     if not IDS_READY:
         await_inputs(PDL)
-    expert = _expert_of(ids_ptr, pair, num_routed, TOP_K, SHARED, SPAN)
+    expert = expert_of(ids_ptr, pair, num_routed, TOP_K, SHARED, SPAN)
     here = expert >= 0
     rows = w_ptr + (tl.where(here, expert, 0) * HALVES * N + row) * K
     if IDS_READY:
@@ -158,7 +158,7 @@ def pair_activate_kernel(
     """Add the splits of BLOCK columns of a pair in order, apply the activation, maybe quantise them as one group."""
     pair, group = tl.program_id(1).to(tl.int64), tl.program_id(0)
     # The ids were there before the kernel in front began.
-    expert = _expert_of(ids_ptr, pair, num_routed, TOP_K, SHARED, SPAN)
+    expert = expert_of(ids_ptr, pair, num_routed, TOP_K, SHARED, SPAN)
     await_inputs(PDL)
     release_dependents(PDL)
     if expert < 0:
