@@ -123,8 +123,8 @@ VECTORS = LaunchConfig(Tile(0, 2, 1024, 4, 2), Tile(0, 2, 256, 4, 1))
 
 # FP8: rows of each half, columns, warps and tiles ahead; outputs, warps and tiles ahead. Predicted, not measured: see
 # benchmarks/notes/fused_moe_triton.md.
-_FP8_FIRST = (4, 1024, 4, 2), (4, 1024, 4, 1), (2, 1024, 4, 2), (4, 1024, 2, 1), (8, 1024, 4, 1)
-_FP8_SECOND = (16, 4, 18), (8, 4, 9), (16, 4, 9), (8, 4, 5)
+_FP8_FIRST = (4, 2048, 4, 1), (8, 2048, 4, 1), (4, 1024, 4, 1), (2, 2048, 4, 1), (8, 1024, 4, 1)
+_FP8_SECOND = (16, 4, 18), (8, 4, 9), (16, 4, 9), (32, 4, 18)
 
 
 def takes_vectors(cfg: FusedMoEConfig) -> bool:
@@ -242,22 +242,21 @@ def _vector_plans(cfg: FusedMoEConfig) -> list[LaunchConfig]:
 
 
 def _fp8_vector_plans(cfg: FusedMoEConfig) -> list[LaunchConfig]:
-    """Rows enough that quantising them is not most of the work; the second product's first, of so many outputs.
+    """Rows enough that quantising is not most of the work; the second product's tiles ahead: those of its programs.
 
-    A tile of the second product has ``512 * warps / k`` rows, at most as many as there are outputs.
+    A tile of the second product has ``512 * warps / k`` rows, at most as many as a program has outputs.
     """
-    firsts = [Tile(0, *shape) for shape in _FP8_FIRST if shape[1] <= next_power_of_2(cfg.hidden_size)]
-    firsts = firsts or [Tile(0, 4, 128, 1, 2)]
+    firsts = [Tile(0, *shape) for shape in _FP8_FIRST]
+    # The largest power of two that divides a row.
     depth = min(512, cfg.intermediate_size & -cfg.intermediate_size)
     seconds = []
     for outputs, warps, ahead in _FP8_SECOND:
         rows = 512 * warps // depth
-        # So many tiles has a program; more than 20 of them do not fit registers.
-        tiles = cdiv(outputs * cfg.pairs_per_token, rows) * (cfg.intermediate_size // depth)
+        tiles = outputs * cfg.pairs_per_token // rows * (cfg.intermediate_size // depth)
         if rows <= outputs:
             seconds.append(Tile(0, outputs, depth, warps, min(ahead, tiles)))
-    seconds = list(dict.fromkeys(seconds)) or [Tile(0, 16, depth, 1, 4)]
-    return [LaunchConfig(tile, seconds[0]) for tile in firsts] + [LaunchConfig(firsts[0], s) for s in seconds[1:]]
+    plans = [LaunchConfig(tile, seconds[0]) for tile in firsts] + [LaunchConfig(firsts[0], s) for s in seconds[1:]]
+    return list(dict.fromkeys(plans))
 
 
 # 16-bit weights: pairs of a block, band, then columns, depth, warps and stages of both products.

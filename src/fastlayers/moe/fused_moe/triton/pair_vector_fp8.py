@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from fastlayers.integers import next_power_of_2
-from fastlayers.moe.fused_moe.launch_config import LaunchConfig, Tile
+from fastlayers.moe.fused_moe.launch_config import LaunchConfig
 from fastlayers.moe.fused_moe.triton.activation import activation_of
 from fastlayers.moe.fused_moe.triton.pair_gemm import expert_of
 from fastlayers.moe.fused_moe.weights import EPS, GROUP, MoEWeights
@@ -36,11 +36,13 @@ _GROUP = tl.constexpr(GROUP)
 
 
 @triton.jit
-def _tile(pointers, k, K: tl.constexpr, EVEN_K: tl.constexpr, EVICT: tl.constexpr):
-    if EVEN_K:
-        return tl.load(pointers, eviction_policy=EVICT)
+def _tile(row, start: tl.constexpr, END: tl.constexpr, EVICT: tl.constexpr, SIZE: tl.constexpr):
+    """Return SIZE values of a row from the ``start``-th on, 0 beyond the END of the row."""
+    if start + SIZE <= END:
+        return tl.load(row + start + tl.arange(0, SIZE), eviction_policy=EVICT)
     else:
-        return tl.load(pointers, mask=k < K, other=0.0, eviction_policy=EVICT)
+        k = start + tl.arange(0, SIZE)
+        return tl.load(row + k, mask=k < END, other=0.0, eviction_policy=EVICT)
 
 
 @triton.jit
@@ -49,6 +51,12 @@ def _folded(x, w, FOLD: tl.constexpr):
     product = x * e4m3_to_fp16(w).to(tl.float32)
     parts: tl.constexpr = product.shape[:-1] + [product.shape[-1] // FOLD, FOLD]
     return tl.sum(tl.reshape(product, parts), axis=len(parts) - 1)
+
+
+@triton.constexpr_function
+def _size(block, columns, most, tail):
+    """Return the columns of a tile: the last one of a row may be smaller."""
+    return most if (block + 1) * most <= columns else tail
 
 
 @triton.constexpr_function
@@ -72,45 +80,44 @@ def _joined(tiles, COUNT: tl.constexpr):
 def vector_in_fp8_kernel(
     x_ptr, w_ptr, ws_ptr, bias_ptr, ids_ptr, a_ptr, num_routed, x_stride, alpha, limit, eps,
     I: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, SPAN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, OAI: tl.constexpr, UE8M0: tl.constexpr, AHEAD: tl.constexpr, FOLD: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, OAI: tl.constexpr, UE8M0: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TAIL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply BLOCK_N gate rows and as many up rows of a pair's expert by its token, and apply the activation."""
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    EVEN_K: tl.constexpr = K % BLOCK_K == 0
-    GROUPS: tl.constexpr = BLOCK_K // _GROUP
     NARROW: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
     first, pair = tl.program_id(0) * BLOCK_N, tl.program_id(1).to(tl.int64)
-    depth, group = tl.arange(0, BLOCK_K), tl.arange(0, GROUPS)
     await_inputs(PDL)
     release_dependents(PDL)
     expert = expert_of(ids_ptr, pair, num_routed, TOP_K, SHARED, SPAN)
     if expert < 0:
         return
-    x_row = x_ptr + pair // (TOP_K + SHARED) * x_stride + depth
+    x_row = x_ptr + pair // (TOP_K + SHARED) * x_stride
     # Gate rows, then up rows, and each half its rows of scales.
-    rows = w_ptr + (expert * 2 * I + first) * K + depth
-    scale_row = ws_ptr + (expert * 2 * (I // _GROUP) + first // _GROUP) * (K // _GROUP) + group
+    rows = w_ptr + (expert * 2 * I + first) * K
+    gate_scales = ws_ptr + (expert * 2 * (I // _GROUP) + first // _GROUP) * (K // _GROUP)
+    up_scales = gate_scales + (I // _GROUP) * (K // _GROUP)
     held = ()
     for i in tl.static_range(BLOCKS + AHEAD):
         if i < BLOCKS:
-            k, g = i * BLOCK_K + depth, i * GROUPS + group
-            scales = (_tile(scale_row + i * GROUPS, g, K // _GROUP, EVEN_K, ""),)
-            scales = scales + (  # type: ignore[assignment]
-                _tile(scale_row + i * GROUPS + (I // _GROUP) * (K // _GROUP), g, K // _GROUP, EVEN_K, ""),
+            scales = (
+                _tile(gate_scales, i * (BLOCK_K // _GROUP), K // _GROUP, "", _size(i, K, BLOCK_K, TAIL) // _GROUP),
+                _tile(up_scales, i * (BLOCK_K // _GROUP), K // _GROUP, "", _size(i, K, BLOCK_K, TAIL) // _GROUP),
             )
             tiles = ()
             for row in tl.static_range(2 * BLOCK_N):
-                # Both are constants, which the loads hold.
-                offset = (row + I - BLOCK_N if row >= BLOCK_N else row) * K + i * BLOCK_K
-                tiles = tiles + (_tile(rows + offset, k, K, EVEN_K, "evict_first"),)  # type: ignore[assignment]
-            held = held + ((_tile(x_row + i * BLOCK_K, k, K, EVEN_K, ""), scales, tiles),)  # type: ignore[assignment]
+                origin = rows + (row + I - BLOCK_N if row >= BLOCK_N else row) * K
+                tiles = tiles + (  # type: ignore[assignment]
+                    _tile(origin, i * BLOCK_K, K, "evict_first", _size(i, K, BLOCK_K, TAIL)),
+                )
+            x = _tile(x_row, i * BLOCK_K, K, "", _size(i, K, BLOCK_K, TAIL))
+            held = held + ((x, scales, tiles),)  # type: ignore[assignment]
         if i >= AHEAD:
             x, scales, tiles = held[i - AHEAD]  # type: ignore[misc]
             made = ()
             for row in tl.static_range(2 * BLOCK_N):
                 values = requantized(x.to(tl.float32), scales[row // BLOCK_N], eps, 448.0, UE8M0, NARROW)
-                part = _folded(values, tiles[row], FOLD)
+                part = _folded(values, tiles[row], _size(i - AHEAD, K, BLOCK_K, TAIL) // THREADS)
                 if i > AHEAD:
                     part += sums[row]  # type: ignore[has-type] # noqa: F821
                 made = made + (part,)  # type: ignore[assignment]
@@ -262,11 +269,6 @@ def vector_out_fp8_kernel(
     tl.store(y_ptr + token * D + output, cast(total * factor, y_ptr.dtype.element_ty))
 
 
-def _values(tile: Tile) -> int:
-    """Return how many neighbouring values of a row a thread of the first product has: 16 bytes at most."""
-    return min(16, max(1, tile.k // (32 * tile.warps)))
-
-
 @lru_cache(maxsize=4096)
 def _launches(
     tokens: int, top_k: int, shared: int, routed: int, hidden: int, inner: int, x_stride: int, plan: LaunchConfig,
@@ -274,12 +276,14 @@ def _launches(
 ) -> tuple[Callable[..., None], Callable[..., None]]:  # fmt: skip
     """Return what launches both products of one shape."""
     first, second, launch, pairs = plan.first, plan.second, dependent_launch(device), top_k + shared
-    rows = 512 * second.warps // second.k
+    rows, threads = 512 * second.warps // second.k, 32 * first.warps
+    # What is left of a row behind whole tiles: groups, and a value for each thread.
+    tail = next_power_of_2(max(GROUP, threads, hidden % first.k))
     both = {"I": inner, "TOP_K": top_k, "SHARED": shared, "SPAN": next_power_of_2(top_k), "UE8M0": ue8m0} | launch
     into = vector_in_fp8_kernel.at(
         (inner // first.n, tokens * pairs), routed, x_stride, alpha, limit, EPS,
-        K=hidden, HAS_BIAS=bias1, OAI=oai, AHEAD=first.stages, FOLD=_values(first), BLOCK_N=first.n, BLOCK_K=first.k,
-        num_warps=first.warps, **both,
+        K=hidden, HAS_BIAS=bias1, OAI=oai, AHEAD=first.stages, THREADS=threads, BLOCK_N=first.n, BLOCK_K=first.k,
+        TAIL=tail, num_warps=first.warps, **both,
     )  # fmt: skip
     out = vector_out_fp8_kernel.at(
         (hidden // second.n, tokens), routed, factor, 1.0 / factor, EPS,
