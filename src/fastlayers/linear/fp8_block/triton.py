@@ -1,12 +1,15 @@
 """FP8BlockLinear in Triton: e4m3 tensor cores, promoted to fp32 with the scales after every block of K.
 
 fp32 layers multiply in bf16 instead (e4m3 fits exactly): the e4m3 unit keeps about 14 bits inside a block,
-enough for bf16 and fp16 outputs, not for fp32 ones. A few tokens have a kernel of their own (triton_skinny_gemm.py).
+enough for bf16 and fp16 outputs, not for fp32 ones. A few tokens have a kernel of their own (triton_skinny_gemm.py),
+one token another (triton_vector.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -15,6 +18,7 @@ from torch.nn import functional as F
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.linear.fp8_block.layer import FP8LinearConfig
 from fastlayers.linear.fp8_block.triton_skinny_gemm import fp8_block_skinny_gemm
+from fastlayers.linear.fp8_block.triton_vector import fp8_block_vector
 from fastlayers.linear.scaled_product import empty_product
 from fastlayers.linear.triton_gemm import MAX_SPLITS, TARGET_PROGRAMS, Tile, add_splits_kernel, tile_origin
 from fastlayers.operators import operator
@@ -22,7 +26,7 @@ from fastlayers.quant.coded_rows import CodedRows
 from fastlayers.quant.group_quant.layer import GroupQuantConfig
 from fastlayers.quant.group_quant.triton import TritonGroupQuant
 from fastlayers.runtime.launch import kernel
-from fastlayers.triton_lang import cast, dot
+from fastlayers.triton_lang import await_inputs, cast, dependent_launch, dot, release_dependents
 
 
 # Nothing that depends on the number of tokens is specialised on: no compilation after the warm-up.
@@ -32,7 +36,7 @@ def _fp8_gemm_kernel(
     q_stride, s_stride_row, s_stride_group, weight_stride, scale_stride,
     HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row0, column0 = tile_origin(M, N, BLOCK_M, BLOCK_N)
     row, column, depth = row0 + tl.arange(0, BLOCK_M), column0 + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
@@ -52,6 +56,8 @@ def _fp8_gemm_kernel(
     first = split * blocks
     last = tl.minimum(first + blocks, tl.cdiv(K, BLOCK_K))
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    await_inputs(PDL)
+    release_dependents(PDL)
     # With the number of stages on the loop itself the scales are fetched ahead too, not only what is multiplied:
     # waiting for them at the end of each block took half of the kernel's time.
     for block in tl.range(first, last, num_stages=STAGES):
@@ -80,6 +86,32 @@ def _fp8_gemm_kernel(
     tl.store(target, y, mask=(row[:, None] < M) & (column[None, :] < N))
 
 
+class _Launches(NamedTuple):
+    """The product of one shape, and what adds its splits."""
+
+    product: Callable[..., None]
+    add_splits: Callable[..., None]
+
+
+@lru_cache(maxsize=4096)
+def _launches(
+    m: int, n: int, k: int, strides: tuple[int, ...], bias: bool, wide: bool, block: tuple[int, int], cut: Tile,
+    device: torch.device,
+) -> _Launches:  # fmt: skip
+    """Return what launches the product of one shape."""
+    launch, (block_rows, block_columns) = dependent_launch(device), block
+    product = _fp8_gemm_kernel.at(
+        cut.grid(m, n), m, n, k, *strides,
+        HAS_BIAS=bias, SPLITS=cut.splits, EVEN_K=k % block_columns == 0, WIDE=wide, BLOCK_ROWS=block_rows,
+        BLOCK_M=cut.m, BLOCK_N=cut.n, BLOCK_K=block_columns, STAGES=cut.stages,
+        num_warps=cut.warps, num_stages=cut.stages, **launch,
+    )  # fmt: skip
+    add_splits = add_splits_kernel.at(
+        (m, cdiv(n, 1024)), m, n, SPLITS=cut.splits, HAS_BIAS=bias, ROUND_BEFORE_BIAS=True, BLOCK=1024, **launch
+    )
+    return _Launches(product, add_splits)
+
+
 @operator("fp8_block_gemm", empty_product)
 def fp8_block_gemm(
     q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
@@ -93,21 +125,15 @@ def fp8_block_gemm(
     y = q.new_empty(m, n, dtype=dtype)
     if m == 0:
         return y
-    cut = Tile(*tile)
+    cut, strides = Tile(*tile), (q.stride(0), s.stride(0), s.stride(1), weight.stride(0), scale.stride(0))
+    product, add_splits = _launches(
+        m, n, k, strides, bias is not None, dtype == torch.float32, (block_rows, block_columns), cut, q.device
+    )
     target = y if cut.splits == 1 else q.new_empty(cut.splits, m, n, dtype=torch.float32)
-    _fp8_gemm_kernel[cut.grid(m, n)](
-        q, s, weight, scale, y if bias is None else bias, target, m, n, k,
-        q.stride(0), s.stride(0), s.stride(1), weight.stride(0), scale.stride(0),
-        HAS_BIAS=bias is not None, SPLITS=cut.splits, EVEN_K=k % block_columns == 0,
-        WIDE=dtype == torch.float32, BLOCK_ROWS=block_rows,
-        BLOCK_M=cut.m, BLOCK_N=cut.n, BLOCK_K=block_columns, STAGES=cut.stages,
-        num_warps=cut.warps, num_stages=cut.stages,
-    )  # fmt: skip
+    addend = y if bias is None else bias
+    product(q, s, weight, scale, addend, target)
     if cut.splits > 1:
-        add_splits_kernel[(m, cdiv(n, 1024))](
-            target, y if bias is None else bias, y, m, n,
-            SPLITS=cut.splits, HAS_BIAS=bias is not None, ROUND_BEFORE_BIAS=True, BLOCK=1024,
-        )  # fmt: skip
+        add_splits(target, addend, y)
     return y
 
 
@@ -129,8 +155,25 @@ def skinny_config(m: int, n: int, parts: int, warps: int, stages: int, *, fused:
     return {"m": m, "n": n, "parts": parts, "warps": warps, "stages": stages, "fused": int(fused)}
 
 
+def vector_config(n: int, k: int, ahead: int) -> dict[str, int]:
+    """Return the parameters of the kernel for one token: a warp has 512 of ``k`` columns, 16 of them a thread."""
+    return {"n": n, "k": k, "warps": max(1, k // 512), "ahead": ahead, "fused": 1}
+
+
+def _vector_rule(cfg: FP8LinearConfig) -> dict[str, int]:
+    """Return the vector kernel's parameters, as they were predicted: see benchmarks/notes/fp8_linear.md.
+
+    What a program quantises again it shares among its rows, so that there are eight of them unless programs are few.
+    """
+    n, columns = cfg.out_features, cfg.in_features
+    k = max(512, min(4096 if columns > 8192 else 2048, next_power_of_2(columns)))
+    return vector_config(8 if n >= 2048 else 4 if n >= 1024 else 2, k, 2)
+
+
 def default_config(cfg: FP8LinearConfig, tokens: int) -> dict[str, int]:
     """Return kernel parameters by rule, where no table was measured: see benchmarks/notes/fp8_linear.md."""
+    if tokens == 1 and _fits_vector(cfg):
+        return _vector_rule(cfg)
     n, blocks = cfg.out_features, cfg.grid[1]
     short, small_batch = blocks <= 16, tokens <= 2
     # More than two tokens share the reading of a wide tile of a weight that is short in K.
@@ -158,6 +201,29 @@ def _fits_skinny(cfg: FP8LinearConfig) -> bool:
     return cfg.dtype != torch.float32 and cfg.block_size[1] == 128 and cfg.block_size[0] % 32 == 0
 
 
+def _fits_vector(cfg: FP8LinearConfig) -> bool:
+    """Return whether one token's product is by vectors: rows of the weight are read 16 bytes at a time."""
+    return _fits_skinny(cfg) and cfg.in_features % 16 == 0
+
+
+def serves(config: Mapping[str, int], num_tokens: int) -> bool:
+    """Return whether a configuration is for so many tokens; others run by :func:`default_config`."""
+    return "ahead" not in config or num_tokens == 1
+
+
+# Rows of the weight, columns and tiles ahead of the vector kernel's programs.
+VECTORS = (
+    (8, 2048, 1),
+    (8, 2048, 2),
+    (8, 2048, 4),
+    (4, 2048, 2),
+    (16, 2048, 1),
+    (8, 1024, 2),
+    (4, 1024, 4),
+    (8, 4096, 1),
+)
+
+
 class TritonFP8Linear:
     """One kernel for one or two tokens; else quantise and multiply, and where K is split, add the parts."""
 
@@ -168,11 +234,25 @@ class TritonFP8Linear:
         quantization = GroupQuantConfig(cfg.block_size[1], scale_fmt=cfg.scale_fmt, scale_layout="col")
         self.quantize = TritonGroupQuant(quantization)
 
+    serves = staticmethod(serves)
+
+    def _config(self, tokens: int) -> dict[str, int]:
+        """Return the kernel parameters for so many tokens."""
+        if self.config and serves(self.config, tokens):
+            return self.config
+        return default_config(self.cfg, tokens)
+
     @staticmethod
     def candidates(cfg: FP8LinearConfig, num_tokens: int) -> list[dict[str, int]]:
         """Return kernel parameters worth timing for this many tokens, the rule's own first."""
         found = [default_config(cfg, num_tokens)]
         blocks = cfg.grid[1]
+        if num_tokens == 1 and _fits_vector(cfg):
+            # No more columns than there are, and as many tiles ahead; half a tile may lie beyond the end.
+            found += [
+                vector_config(n, k, ahead) for n, k, ahead in VECTORS
+                if k < 2 * cfg.in_features and ahead <= cdiv(cfg.in_features, k)
+            ]  # fmt: skip
         if num_tokens <= 16 and _fits_skinny(cfg):
             m = next_power_of_2(max(1, num_tokens))
             for shape in ((16, 8, 8, 4), (16, 4, 4, 4), (16, 4, 4, 6), (32, 4, 4, 4), (32, 4, 4, 3)):
@@ -203,7 +283,7 @@ class TritonFP8Linear:
         if isinstance(x, CodedRows):
             return self.product(x.codes, x.scales, weight, weight_scale_inv, bias)
         cfg, rows = self.cfg, x.reshape(-1, self.cfg.in_features)
-        c = self.config or default_config(cfg, rows.shape[0])
+        c = self._config(rows.shape[0])
         operands: tuple[torch.Tensor, torch.Tensor | None] = (rows, None)
         if not c.get("fused"):
             if cfg.padded_in != cfg.in_features:
@@ -214,14 +294,14 @@ class TritonFP8Linear:
 
     def codes_layout(self, rows: int) -> str | None:
         """Return the layout of scales with which :meth:`product` takes codes; ``None`` where the product quantises."""
-        c = self.config or default_config(self.cfg, rows)
+        c = self._config(rows)
         return None if c.get("fused") or self.cfg.padded_in != self.cfg.in_features else "col"
 
     def product(
         self, q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """Return ``y`` ``[T, N]`` of codes ``[T, K]`` and their scales."""
-        return self._multiply(self.config or default_config(self.cfg, q.shape[0]), q, s, weight, scale, bias)
+        return self._multiply(self._config(q.shape[0]), q, s, weight, scale, bias)
 
     def _multiply(
         self, c: dict[str, int], x: torch.Tensor, s: torch.Tensor | None, weight: torch.Tensor, scale: torch.Tensor,
@@ -229,7 +309,12 @@ class TritonFP8Linear:
     ) -> torch.Tensor:  # fmt: skip
         cfg = self.cfg
         y: torch.Tensor
-        if "parts" in c:
+        if "ahead" in c:
+            tile = [c["n"], c["k"], c["warps"], c["ahead"]]
+            y = fp8_block_vector(
+                x, s, weight, scale, bias, cfg.block_size[0], cfg.scale_fmt == "ue8m0", cfg.dtype, tile
+            )
+        elif "parts" in c:
             tile = [c["m"], c["n"], c["parts"], c["warps"], c["stages"]]
             y = fp8_block_skinny_gemm(
                 x, s, weight, scale, bias, cfg.block_size[0], cfg.scale_fmt == "ue8m0", cfg.dtype, tile

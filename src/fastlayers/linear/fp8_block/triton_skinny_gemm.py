@@ -10,6 +10,9 @@ quantising x again in every program costs less than a kernel of its own; ``FUSED
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+
 import torch
 import triton.language as tl
 
@@ -17,7 +20,7 @@ from fastlayers.integers import cdiv
 from fastlayers.operators import operator
 from fastlayers.quant.group_quant.triton import quantize_tile
 from fastlayers.runtime.launch import kernel
-from fastlayers.triton_lang import cast, dot
+from fastlayers.triton_lang import await_inputs, cast, dependent_launch, dot, release_dependents
 
 GROUP = 128
 EPS = 1e-10
@@ -30,7 +33,7 @@ def _skinny_kernel(
     x_stride, s_stride_row, s_stride_group, weight_stride, scale_stride, eps,
     FUSED: tl.constexpr, UE8M0: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = 128
     column0 = tl.program_id(0) * BLOCK_N
@@ -44,6 +47,8 @@ def _skinny_kernel(
     scale_row = scale_ptr + (column0 // BLOCK_ROWS).to(tl.int64) * scale_stride + part
     blocks = tl.cdiv(K, GROUP)
     acc = tl.zeros([PARTS, BLOCK_N, BLOCK_M], tl.float32)
+    await_inputs(PDL)
+    release_dependents(PDL)
     for first in tl.range(0, blocks, PARTS, num_stages=STAGES):
         here = first + part < blocks
         k_here = here[:, None, None]
@@ -71,6 +76,21 @@ def _skinny_kernel(
     tl.store(y_ptr + row.to(tl.int64)[None, :] * N + column[:, None], y, mask=inside)
 
 
+@lru_cache(maxsize=4096)
+def _launch(
+    m: int, n: int, k: int, strides: tuple[int, ...], fused: bool, ue8m0: bool, bias: bool, block_rows: int,
+    tile: tuple[int, ...], device: torch.device,
+) -> Callable[..., None]:  # fmt: skip
+    """Return what launches the product of one shape."""
+    block_m, block_n, parts, warps, stages = tile
+    return _skinny_kernel.at(
+        (cdiv(n, block_n), cdiv(m, block_m)), m, n, k, *strides, EPS,
+        FUSED=fused, UE8M0=ue8m0, HAS_BIAS=bias, EVEN_K=k % GROUP == 0,
+        BLOCK_ROWS=block_rows, BLOCK_M=block_m, BLOCK_N=block_n, PARTS=parts, STAGES=stages,
+        num_warps=warps, num_stages=stages, **dependent_launch(device),
+    )  # fmt: skip
+
+
 def _empty(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
 
@@ -91,13 +111,10 @@ def fp8_block_skinny_gemm(
     y = x.new_empty(m, n, dtype=dtype)
     if m == 0:
         return y
-    block_m, block_n, parts, warps, stages = tile
     s_strides = (0, 0) if s is None else s.stride()
-    _skinny_kernel[(cdiv(n, block_n), cdiv(m, block_m))](
-        x, scale if s is None else s, weight, scale, y if bias is None else bias, y, m, n, k,
-        x.stride(0), *s_strides, weight.stride(0), scale.stride(0), EPS,
-        FUSED=s is None, UE8M0=ue8m0, HAS_BIAS=bias is not None, EVEN_K=k % GROUP == 0,
-        BLOCK_ROWS=block_rows, BLOCK_M=block_m, BLOCK_N=block_n, PARTS=parts, STAGES=stages,
-        num_warps=warps, num_stages=stages,
+    launch = _launch(
+        m, n, k, (x.stride(0), *s_strides, weight.stride(0), scale.stride(0)), s is None, ue8m0, bias is not None,
+        block_rows, tuple(tile), x.device,
     )  # fmt: skip
+    launch(x, scale if s is None else s, weight, scale, y if bias is None else bias, y)
     return y
