@@ -167,7 +167,7 @@ def _vector_rule(cfg: FP8LinearConfig) -> dict[str, int]:
     """
     n, columns = cfg.out_features, cfg.in_features
     k = max(512, min(4096 if columns > 8192 else 2048, next_power_of_2(columns)))
-    return vector_config(8 if n >= 2048 else 4 if n >= 1024 else 2, k, 2)
+    return vector_config(8 if n >= 2048 else 4 if n >= 1024 else 2, k, min(2, cdiv(columns, k)))
 
 
 def default_config(cfg: FP8LinearConfig, tokens: int) -> dict[str, int]:

@@ -1,11 +1,13 @@
 """FP8BlockLinear in Triton for one token: a matrix-vector product that asks for its weights before it waits.
 
-    x'[k] = code[k] · (s_x[group of k] · weight_scale_inv[block row, group of k]);  y[n] = Σ x'[k] · weight[n, k]   (fp32)
+    x'[k] = code[k] · (s_x[group of k] · weight_scale_inv[block row, group of k])
+    y[n]  = Σ x'[k] · weight[n, k]                                                      (fp32)
 
-A tile of weights is BLOCK_N rows, all of one block of scales, times BLOCK_K columns; AHEAD of them are held in registers
-at any time, the first ones from before the wait on. The products are of CUDA cores, in fp32: what a program quantises
-again it shares among its BLOCK_N rows. BLOCK_K is 512 columns a warp, 16 bytes of each row a thread; x comes in halves of
-16 values so that a thread has the columns of its weights, and nothing goes through shared memory but the last sum.
+A tile of weights is BLOCK_N rows, all of one block of scales, times BLOCK_K columns; AHEAD of them are held in
+registers at any time, the first ones from before the wait on. CUDA cores multiply, in fp32: a program quantises the
+whole row again, and shares that among its BLOCK_N rows. BLOCK_K is 512 columns a warp, 16 bytes of each row a thread; x
+comes in halves of 16 values so that a thread has the columns of its weights, and nothing goes through shared memory but
+the last sum.
 """
 
 from __future__ import annotations
@@ -135,7 +137,8 @@ def fp8_block_vector(
 ) -> torch.Tensor:  # fmt: skip
     """Return ``y`` ``[1, N]`` for codes ``x`` and their scales ``s``, or, without ``s``, for ``x`` of 16 bits as it is.
 
-    ``tile`` is (rows of the weight, columns, warps, tiles ahead) of a program; ``block_rows`` is a multiple of the first.
+    ``tile`` is (rows of the weight, columns, warps, tiles ahead) of a program; ``block_rows`` is a multiple of the
+    first.
     """
     if x.stride(-1) != 1:
         x = x.contiguous()
