@@ -273,8 +273,7 @@ class TritonFP8Linear:
                 for splits in (1, 2, 4, 8, 16)
                 if splits == 1 or splits <= max_splits
             ]
-        unique = {tuple(sorted(each.items())): each for each in reversed(found)}
-        return list(reversed(unique.values()))
+        return [config for index, config in enumerate(found) if config not in found[:index]]
 
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, weight_scale_inv: torch.Tensor, bias: torch.Tensor | None
