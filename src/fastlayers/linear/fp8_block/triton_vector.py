@@ -98,11 +98,11 @@ def fp8_vector_kernel(
         if CODED:
             codes = _tile(x_ptr, i * BLOCK_K + depth, K, EVEN_K)
             s = _scales(s_ptr, i * GROUPS + group, s_stride, K, EVEN_K)
-            x = _decoded(tl.reshape(codes, [BLOCK_K]), s * scales[i])  # type: ignore[operator]
+            x = _decoded(tl.reshape(codes, [BLOCK_K]), s * scales[i])
         else:
             x = _values(x_ptr, i * BLOCK_K, K, EVEN_K, BLOCK_K).to(tl.float32)
             x = requantized(x, scales[i], eps, 448.0, UE8M0, True)
-        product = x[None, :] * held[i].to(tl.float32)  # type: ignore[attr-defined]
+        product = x[None, :] * held[i].to(tl.float32)
         acc += tl.sum(tl.reshape(product, [BLOCK_N, BLOCK_K // FOLD, FOLD]), axis=2)
     out_dtype = y_ptr.dtype.element_ty
     y = cast(tl.sum(acc, axis=1), out_dtype)
