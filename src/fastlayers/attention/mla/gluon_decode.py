@@ -16,14 +16,14 @@ from fastlayers.attention.meta import AttentionMeta
 from fastlayers.attention.mla.config import NAME, MLAConfig, empty_decode
 from fastlayers.attention.mla.gluon import KEYS, ROWS, STAGES, VALUE_WARPS, heads_kernel
 from fastlayers.attention.mla.launch_config import (
-    MAX_SPLITS,
     NOMINAL_SM_COUNT,
-    REDUCE_BLOCK,
     SPLIT_ROWS,
     LaunchConfig,
     decode_launch,
+    reduce_tile,
 )
-from fastlayers.attention.mla.triton import LOG2_E, _decode_kernel, _reduce_kernel
+from fastlayers.attention.mla.triton import LOG2_E, _decode_kernel
+from fastlayers.attention.mla.triton_reduce import reduce_launch
 from fastlayers.device import as_device
 from fastlayers.errors import ArgumentError, check_keys
 from fastlayers.integers import cdiv
@@ -66,8 +66,9 @@ def _launches(
     numbers = scale * LOG2_E, splits, wanted, requests, rows
     if twin:
         attend = _decode_kernel.at(
-            grid, *strides, *numbers, **sizes, RANK=rank, ROPE=width - rank, ROW_BLOCKS=blocks, CAUSAL=False,
-            TREE=False, AHEAD=True, BLOCK_M=TWIN_ROWS, BLOCK_N=KEYS.value, num_warps=TWIN_WARPS, num_stages=TWIN_STAGES,
+            grid, *strides, *numbers, **sizes, RANK=rank, ROPE=width - rank, ROW_BLOCKS=blocks, SINGLE=True,
+            CAUSAL=False, TREE=False, AHEAD=True, BLOCK_M=TWIN_ROWS, BLOCK_N=KEYS.value, num_warps=TWIN_WARPS,
+            num_stages=TWIN_STAGES,
         )  # fmt: skip
 
         def decode(*given: torch.Tensor) -> None:
@@ -84,11 +85,7 @@ def _launches(
             q, cache, table, starts, lens, _, _, *out = given
             attend(q, cache, table, starts, lens, *out)
 
-    reduce = _reduce_kernel.at(
-        (rows,), splits, rows, RANK=rank, MAX_SPLITS=MAX_SPLITS, BLOCK=REDUCE_BLOCK, OWN=block > 0, num_warps=4,
-        **launch,
-    )  # fmt: skip
-    return splits, block > 0, decode, reduce
+    return splits, block > 0, decode, reduce_launch(rows, rank, wanted, splits, block > 0, device)
 
 
 @operator("mla_gluon_decode", empty_decode)
@@ -158,5 +155,6 @@ class GluonMLA:
         """Return what of a step over latents is compiled into kernels; it does not change back with the length."""
         cfg = self.cfg
         rounded = max_seq_len - max_seq_len % SPLIT_ROWS
-        _, _, splits, block, _ = _plan((cfg.num_heads, cfg.dtype, cfg.page_size), requests, rounded, self.per_sm)
-        return (splits == 1, block), ()
+        plan = _plan((cfg.num_heads, cfg.dtype, cfg.page_size), requests, rounded, self.per_sm)
+        _, usual, splits, block, _ = plan
+        return (reduce_tile(usual, cfg.kv_lora_rank).block if splits > 1 else 0, block), ()

@@ -7,7 +7,7 @@ A tile of ``block_m`` query rows holds an fp32 accumulator of ``block_m × kv_lo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -71,8 +71,26 @@ PARTIAL_ROWS = 65536
 # Kernels for fewer requests are the same. A warp's: what it adds up goes through no shared memory; the next larger one
 # as large as a program, with which the kernel does not spill.
 REQUEST_BLOCKS = (32, 128)
-# Splits that the reduction loads at once.
-REDUCE_BLOCK = 8
+
+
+@dataclass(frozen=True)
+class ReduceTile:
+    """What a program that adds up a row's parts reads at once: so many parts, so many of their columns."""
+
+    block: int
+    columns: int
+    num_warps: int
+
+
+# By the usual parts: tiles of 8 or 16 KB, as many parts mean few rows. Which one adds in which order, so that nothing
+# else may decide; and each is a kernel to compile.
+_REDUCE = (ReduceTile(4, 512, 4), ReduceTile(16, 256, 4), ReduceTile(64, 64, 4))
+
+
+def reduce_tile(usual: int, rank: int) -> ReduceTile:
+    """Return the tile for rows of ``rank`` columns with ``usual`` parts each, at most :data:`MAX_SPLITS`."""
+    tile = next(tile for tile in _REDUCE if usual <= tile.block)
+    return replace(tile, columns=min(tile.columns, rank))
 
 
 @lru_cache(maxsize=4096)

@@ -4,7 +4,7 @@
               (new token, head), so few heads with several new tokens fill a tile as well as many heads do.
               Each cached row is loaded once and used as key and as value. From eight requests on a request has as many
               splits as its length is worth, which each program finds out from all lengths.
-    reduce    adds the splits of a row in ascending order: no atomics, same bits every time.
+    reduce    one program = (row, some of its columns) adds the row's splits: no atomics, same bits every time.
     prefill   one program = (request, head, block of M query tokens); blocks below the diagonal run unmasked.
 
 Softmax runs in base 2 inside; LSE leaves as the natural logarithm.
@@ -22,17 +22,17 @@ import triton.language as tl
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.attention.mla.config import MLAConfig, RaggedLengths, empty_decode, empty_prefill
 from fastlayers.attention.mla.launch_config import (
-    MAX_SPLITS,
     NOMINAL_SM_COUNT,
-    REDUCE_BLOCK,
     SPLIT_ROWS,
     decode_candidates,
     decode_launch,
     knobs,
     prefill_candidates,
     prefill_config,
+    reduce_tile,
     tuned,
 )
+from fastlayers.attention.mla.triton_reduce import LOWEST, or_one, reduce_launch
 from fastlayers.device import as_device
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import operator
@@ -41,8 +41,6 @@ from fastlayers.triton_lang import await_inputs, cast, dependent_launch, dot, e4
 
 LOG2_E = 1.4426950408889634
 E4M3_BLOCK = 1024
-# Where a running maximum starts: finite, so that no difference is -inf - -inf, and below every score.
-LOWEST = tl.constexpr(-1e30)
 LN_2 = tl.constexpr(0.6931471805599453)
 # In fp16: a row's largest query lies at this one's reciprocal or above, below twice as much; a softmax weight of 1 is
 # that large; and below this nothing is told from 0.
@@ -55,15 +53,9 @@ PARTS = tl.constexpr(1 << 16)
 
 
 @triton.jit
-def _or_one(total):
-    """Return the softmax denominator, 1 for rows that saw nothing (their numerator is 0)."""
-    return tl.where(total > 0.0, total, 1.0)
-
-
-@triton.jit
 def _natural_lse(highest, total):
     """Return the natural LSE of a base-2 softmax state, -inf for rows that saw nothing."""
-    return tl.where(total > 0.0, (highest + tl.log2(_or_one(total))) * LN_2, float("-inf"))
+    return tl.where(total > 0.0, (highest + tl.log2(or_one(total))) * LN_2, float("-inf"))
 
 
 @triton.jit
@@ -115,10 +107,13 @@ def _decode_kernel(
     q_ptr, cache_ptr, table_ptr, starts_ptr, cu_ptr, positions_ptr, lens_ptr, tree_ptr, o_ptr, lse_ptr, parts_ptr,
     q_stride_t, q_stride_h, page_stride, row_stride, table_stride, scale, splits, wanted, requests, num_rows,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, ROW_BLOCKS: tl.constexpr,
-    CAUSAL: tl.constexpr, TREE: tl.constexpr, DIRECT: tl.constexpr, REQUESTS: tl.constexpr, LEAST: tl.constexpr,
-    AHEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    SINGLE: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr, DIRECT: tl.constexpr, REQUESTS: tl.constexpr,
+    LEAST: tl.constexpr, AHEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``REQUESTS``: a power of two that holds all requests, whose keys are shared out by their lengths; or 0."""
+    """``REQUESTS``: a power of two that holds all requests, whose keys are shared out by their lengths; or 0.
+
+    ``SINGLE``: each request brings one token, which has its number: nothing is read to know which one that is.
+    """
     # Whether a tile lies inside one page: then one entry of the page table serves it.
     ONE_PAGE: tl.constexpr = PAGE % BLOCK_N == 0
     # e4m3 is fp16 by one conversion of two values, which is exact; bf16 would take four.
@@ -136,8 +131,11 @@ def _decode_kernel(
             return
     else:
         request, split = tl.program_id(0) // ROW_BLOCKS, tl.program_id(1)
-    first_token = tl.load(cu_ptr + request)
-    rows = (tl.load(cu_ptr + request + 1) - first_token) * HEADS
+    if SINGLE:
+        first_token, rows = request, HEADS
+    else:
+        first_token = tl.load(cu_ptr + request)
+        rows = (tl.load(cu_ptr + request + 1) - first_token) * HEADS
     if block * BLOCK_M >= rows:
         return
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -145,14 +143,23 @@ def _decode_kernel(
     if REQUESTS:
         tl.store(parts_ptr + first_token.to(tl.int64) * HEADS + row, parts, mask=real & (split == 0))
     token, head = (first_token + row // HEADS).to(tl.int64), row % HEADS
-    if TREE:
+    start = tl.load(starts_ptr + request)
+    if SINGLE:
+        end = tl.load(lens_ptr + request)
+    elif TREE:
         # Cached rows stand in the order of the tokens, and positions follow the paths.
         first = tl.load(lens_ptr + request) - rows // HEADS
         position = tl.where(real, first + row // HEADS, -1)
         tree = tl.load(tree_ptr + token, mask=real, other=0)
+        end = tl.max(position, axis=0) + 1
     else:
         position = tl.load(positions_ptr + token, mask=real, other=-1).to(tl.int32)
-    start, end = tl.load(starts_ptr + request), tl.max(position, axis=0) + 1
+        end = tl.max(position, axis=0) + 1
+    latent_column, rope_column, column = tl.arange(0, RANK), tl.arange(0, ROPE), tl.arange(0, BLOCK_N)
+    # Asked for while lengths are on their way.
+    q_row = q_ptr + token * q_stride_t + head * q_stride_h
+    q_latent = tl.load(q_row[:, None] + latent_column[None, :], mask=real[:, None], other=0.0)
+    q_rope = tl.load(q_row[:, None] + RANK + rope_column[None, :], mask=real[:, None], other=0.0)
     low, high = start, end
     if ONE_PAGE:
         low = start // BLOCK_N * BLOCK_N
@@ -161,16 +168,12 @@ def _decode_kernel(
             part = tl.cdiv(tl.cdiv(tl.maximum(end - low, 0), splits), BLOCK_N) * BLOCK_N
         low += split * part
         high = tl.minimum(low + part, end)
-    limit = tl.minimum(position + 1, high)
-
-    latent_column, rope_column, column = tl.arange(0, RANK), tl.arange(0, ROPE), tl.arange(0, BLOCK_N)
+    if CAUSAL:
+        limit = tl.minimum(position + 1, high)
     at_once = latent_column
     if AS_FP16:
         # Eight values a thread are the 16 bytes that it stores as fp16; more would meet in shared memory's banks.
         at_once = tl.max_contiguous(latent_column, AT_ONCE)
-    q_row = q_ptr + token * q_stride_t + head * q_stride_h
-    q_latent = tl.load(q_row[:, None] + latent_column[None, :], mask=real[:, None], other=0.0)
-    q_rope = tl.load(q_row[:, None] + RANK + rope_column[None, :], mask=real[:, None], other=0.0)
     factor = scale
     if AS_FP16:
         q_latent, q_rope, unit = _in_fp16(q_latent, q_rope)
@@ -234,42 +237,11 @@ def _decode_kernel(
         base += split.to(tl.int64) * num_rows
     tl.store(lse_ptr + base + row, _natural_lse(highest, total), mask=real)
     if DIRECT or low < high:
-        share = 1.0 / _or_one(total)
+        share = 1.0 / or_one(total)
         if AS_FP16:
             share *= 1.0 / WEIGHT_UNIT
         o = cast(acc * share[:, None], o_ptr.dtype.element_ty)
         tl.store(o_ptr + base * RANK + row[:, None] * RANK + latent_column[None, :], o, mask=real[:, None])
-
-
-@kernel(do_not_specialize=("splits", "num_rows"))
-def _reduce_kernel(
-    partial_ptr, partial_lse_ptr, parts_ptr, o_ptr, lse_ptr, splits, num_rows,
-    RANK: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """``OWN``: each row has a number of parts of its own."""
-    await_inputs(PDL)
-    release_dependents(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    column, every = tl.arange(0, RANK), tl.arange(0, MAX_SPLITS)
-    all_lse = tl.load(partial_lse_ptr + every.to(tl.int64) * num_rows + row, mask=every < splits, other=float("-inf"))
-    if OWN:
-        # Of rows that are nobody's nothing was written.
-        splits = tl.minimum(tl.maximum(tl.load(parts_ptr + row), 0), splits)
-        all_lse = tl.where(every < splits, all_lse, float("-inf"))
-    highest = tl.maximum(tl.max(all_lse, axis=0), LOWEST)
-    total = tl.sum(tl.exp(all_lse - highest), axis=0)
-    acc = tl.zeros([RANK], tl.float32)
-    # Several splits at a time, so that their loads overlap.
-    for first in range(0, splits, BLOCK):
-        split = first + tl.arange(0, BLOCK)
-        at = split.to(tl.int64) * num_rows + row
-        lse = tl.load(partial_lse_ptr + at, mask=split < splits, other=float("-inf"))
-        # A split without rows wrote no output.
-        wrote = (lse > float("-inf"))[:, None]
-        part = tl.load(partial_ptr + at[:, None] * RANK + column[None, :], mask=wrote, other=0.0)
-        acc += tl.sum(part * tl.exp(lse - highest)[:, None], axis=0)
-    tl.store(o_ptr + row * RANK + column, cast(acc / _or_one(total), o_ptr.dtype.element_ty))
-    tl.store(lse_ptr + row, tl.where(total > 0.0, highest + tl.log(_or_one(total)), float("-inf")))
 
 
 @kernel
@@ -324,7 +296,7 @@ def _prefill_kernel(
             total = total * decay + tl.sum(weight, axis=1)
             acc = dot(cast(weight, v.dtype), v, acc * decay[:, None])
             highest = new_highest
-    o = cast(acc * (1.0 / _or_one(total))[:, None], o_ptr.dtype.element_ty)
+    o = cast(acc * (1.0 / or_one(total))[:, None], o_ptr.dtype.element_ty)
     out_row = (q_start + row).to(tl.int64) * HEADS + head
     tl.store(o_ptr + out_row[:, None] * VALUE + value[None, :], o, mask=real & (value[None, :] < VALUE))
     if NEED_LSE:
@@ -369,16 +341,12 @@ def _decode_launches(
     grid = (requests * (wanted + 1) * row_blocks, 1) if block else (requests * row_blocks, splits)
     decode = _decode_kernel.at(
         grid, *strides, scale * LOG2_E, splits, wanted, requests, rows,
-        HEADS=heads, RANK=rank, ROPE=width - rank, PAGE=page, ROW_BLOCKS=row_blocks, CAUSAL=max_query_len > 1,
-        TREE=tree, DIRECT=splits == 1, REQUESTS=block, LEAST=config.split_rows, AHEAD=config.ahead,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages,
-        **launch,
+        HEADS=heads, RANK=rank, ROPE=width - rank, PAGE=page, ROW_BLOCKS=row_blocks,
+        SINGLE=max_query_len == 1 and tokens == requests, CAUSAL=max_query_len > 1, TREE=tree, DIRECT=splits == 1,
+        REQUESTS=block, LEAST=config.split_rows, AHEAD=config.ahead, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        num_warps=config.num_warps, num_stages=config.num_stages, **launch,
     )  # fmt: skip
-    reduce = _reduce_kernel.at(
-        (rows,), splits, rows, RANK=rank, MAX_SPLITS=MAX_SPLITS, BLOCK=REDUCE_BLOCK, OWN=block > 0, num_warps=4,
-        **launch,
-    )  # fmt: skip
-    return splits, block > 0, decode, reduce
+    return splits, block > 0, decode, reduce_launch(rows, rank, wanted, splits, block > 0, device)
 
 
 @operator("mla_decode", empty_decode)
@@ -480,13 +448,14 @@ class TritonMLA:
         """Return what of a step over latents is compiled into kernels; it does not change back with the length."""
         cfg = self.cfg
         sm_count = as_device("cuda").sm_count if torch.cuda.is_available() else NOMINAL_SM_COUNT
-        config, row_blocks, _, splits, block = decode_launch(
+        config, row_blocks, usual, splits, block = decode_launch(
             cfg.num_heads * max_query_len, requests, max_query_len, max_seq_len - max_seq_len % SPLIT_ROWS, cfg.dtype,
             cfg.kv_dtype, cfg.page_size, tuple(self.knobs), sm_count,
         )  # fmt: skip
         blocks = next_power_of_2(row_blocks) if max_query_len > 1 else row_blocks
         tile = config.block_m, config.block_n, config.num_warps, config.num_stages, config.ahead
-        return (*tile, blocks, splits == 1, block, max_query_len > 1), ()
+        adding = reduce_tile(usual, cfg.kv_lora_rank).block if splits > 1 else 0
+        return (*tile, blocks, adding, block, max_query_len > 1), ()
 
     def prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: RaggedLengths, need_lse: bool = True
