@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 from fastlayers import env
 from fastlayers.attention.mla import gluon as mla_gluon
 from fastlayers.attention.mla import gluon_columns as mla_columns
 from fastlayers.attention.mla import wgmma as mla_wgmma
+from fastlayers.attention.mla import triton_reduce as mla_reduce
 from fastlayers.device import Device
 from fastlayers.moe.fused_moe.triton import mxfp4_plans, mxfp4_wgmma
 from fastlayers.registry import LAYERS, registry
@@ -104,6 +107,20 @@ def test_cached_rows_are_left_operands_where_copies_put_them(build: KernelBuild)
     ptx = found.asm["ptx"]
     wait = ptx.index("griddepcontrol.wait")
     assert "ld.global" not in ptx[:wait] and ptx.count("griddepcontrol.wait") == 1
+PARTS = [build for build in BUILDS if build.kernel.__module__ == mla_reduce.__name__]
+
+
+@pytest.mark.parametrize("build", PARTS, ids=lambda build: build.name)
+def test_parts_are_all_asked_for_before_any_is_awaited(build: KernelBuild, tmp_path: Path) -> None:
+    """In machine code: ptxas puts sums over what came first between loads, unless a branch keeps them apart."""
+    binary = tmp_path / "parts.cubin"
+    binary.write_bytes(compiled_for(build).asm["cubin"])
+    disassembler = [triton.knobs.nvidia.cuobjdump.path, "-sass", str(binary)]
+    code = subprocess.run(disassembler, check=True, capture_output=True, text=True).stdout
+    sizes, threads = build.constexprs, 32 * build.num_warps
+    before = code[: code.index("SHFL")]
+    assert before.count("LDG.E.128") == sizes["BLOCK"] * sizes["COLUMNS"] // 4 // threads
+    assert before.index("ACQBULK") < before.index("LDG") and "BRA" in before[before.rindex("LDG") :]
 
 
 HEADS = [build for build in BUILDS if build.kernel.__module__ == mla_gluon.__name__]

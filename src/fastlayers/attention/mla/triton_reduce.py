@@ -30,23 +30,12 @@ def or_one(total):
 def _block_of_parts(
     partial_ptr, partial_lse_ptr, first, end, row, num_rows, column, RANK: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Return the numbers, LSE and outputs of a row's parts from ``first`` on; neither load waits for the other."""
+    """Return LSE and outputs of a row's parts from ``first`` on, of those from 0 to ``end``; no load waits for one."""
     split = first + tl.arange(0, BLOCK)
+    real = (split >= 0) & (split < end)
     at = split.to(tl.int64) * num_rows + row
-    lse = tl.load(partial_lse_ptr + at, mask=split < end, other=float("-inf"))
-    part = tl.load(partial_ptr + at[:, None] * RANK + column[None, :], mask=(split < end)[:, None], other=0.0)
-    return split, lse, part
-
-
-@triton.jit
-def _weighted(lse, part, highest):
-    """Return the sums of a block's weights, and of its outputs by them.
-
-    A part without keys wrote no output: what lies there may be NaN, and 0 · NaN is NaN.
-    """
-    weight = tl.exp(lse - highest)
-    part = tl.where((lse > float("-inf"))[:, None], part, 0.0)
-    return tl.sum(weight, axis=0), tl.sum(part * weight[:, None], axis=0)
+    lse = tl.load(partial_lse_ptr + at, mask=real, other=float("-inf"))
+    return lse, tl.load(partial_ptr + at[:, None] * RANK + column[None, :], mask=real[:, None], other=0.0)
 
 
 @kernel(do_not_specialize=("usual", "splits", "num_rows"))
@@ -56,29 +45,36 @@ def _reduce_kernel(
 ):  # fmt: skip
     """``BLOCK``: ``usual`` parts fit it. ``OWN``: each row has a number of parts of its own, at most ``splits``.
 
-    The usual parts are read beside their LSE and number, not behind: a trip to memory is most of the kernel's time.
+    The usual parts are read beside their LSE and number, not behind: a trip to memory is most of the kernel's time. A
+    loop adds them up although few rows have further ones: else ptxas puts sums over LSE, which wait, between reads.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     await_inputs(PDL)
     release_dependents(PDL)
+    parts = splits
     if OWN:
         # Of rows that are nobody's nothing was written.
         parts = tl.minimum(tl.maximum(tl.load(parts_ptr + row), 0), splits)
-    split, lse, part = _block_of_parts(partial_ptr, partial_lse_ptr, 0, usual, row, num_rows, column, RANK, BLOCK)
-    if OWN:
-        lse = tl.where(split < parts, lse, float("-inf"))
-    highest = tl.maximum(tl.max(lse, axis=0), LOWEST)
-    total, acc = _weighted(lse, part, highest)
-    if OWN:
-        for first in range(usual, parts, BLOCK):
-            _, lse, part = _block_of_parts(
-                partial_ptr, partial_lse_ptr, first, parts, row, num_rows, column, RANK, BLOCK
+    begin = usual - BLOCK
+    lse, part = _block_of_parts(partial_ptr, partial_lse_ptr, begin, usual, row, num_rows, column, RANK, BLOCK)
+    highest = tl.full([], LOWEST, tl.float32)
+    total = tl.zeros([], tl.float32)
+    acc = tl.zeros([COLUMNS], tl.float32)
+    for first in range(begin, parts, BLOCK):
+        lse = tl.where(first + tl.arange(0, BLOCK) < parts, lse, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(lse, axis=0))
+        weight = tl.exp(lse - new_highest)
+        # A part without keys wrote no output: what lies there may be NaN, and 0 · NaN is NaN.
+        part = tl.where((lse > float("-inf"))[:, None], part, 0.0)
+        decay = tl.exp(highest - new_highest)
+        total = total * decay + tl.sum(weight, axis=0)
+        acc = acc * decay + tl.sum(part * weight[:, None], axis=0)
+        highest = new_highest
+        if OWN:
+            lse, part = _block_of_parts(
+                partial_ptr, partial_lse_ptr, first + BLOCK, parts, row, num_rows, column, RANK, BLOCK
             )
-            new_highest = tl.maximum(highest, tl.max(lse, axis=0))
-            decay = tl.exp(highest - new_highest)
-            more, more_acc = _weighted(lse, part, new_highest)
-            total, acc, highest = total * decay + more, acc * decay + more_acc, new_highest
     tl.store(o_ptr + row * RANK + column, cast(acc / or_one(total), o_ptr.dtype.element_ty))
     lse = tl.where(total > 0.0, highest + tl.log(or_one(total)), float("-inf"))
     tl.store(lse_ptr + row, lse, mask=tl.program_id(1) == 0)
