@@ -89,7 +89,7 @@ def reduce_launch(
     parts (int32), and writes the output ``[rows, rank]`` and LSE ``[rows]`` in fp32.
     """
     tile = reduce_tile(usual, rank)
-    return _reduce_kernel.at(  # type: ignore[no-any-return]
+    return _reduce_kernel.at(
         (rows, rank // tile.columns), usual, splits, rows, RANK=rank, COLUMNS=tile.columns, BLOCK=tile.block, OWN=own,
         num_warps=tile.num_warps, **dependent_launch(device),
     )  # fmt: skip
