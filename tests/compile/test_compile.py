@@ -17,8 +17,8 @@ import triton
 from fastlayers import env
 from fastlayers.attention.mla import gluon as mla_gluon
 from fastlayers.attention.mla import gluon_columns as mla_columns
-from fastlayers.attention.mla import wgmma as mla_wgmma
 from fastlayers.attention.mla import triton_reduce as mla_reduce
+from fastlayers.attention.mla import wgmma as mla_wgmma
 from fastlayers.device import Device
 from fastlayers.moe.fused_moe.triton import mxfp4_plans, mxfp4_wgmma
 from fastlayers.registry import LAYERS, registry
@@ -107,6 +107,8 @@ def test_cached_rows_are_left_operands_where_copies_put_them(build: KernelBuild)
     ptx = found.asm["ptx"]
     wait = ptx.index("griddepcontrol.wait")
     assert "ld.global" not in ptx[:wait] and ptx.count("griddepcontrol.wait") == 1
+
+
 PARTS = [build for build in BUILDS if build.kernel.__module__ == mla_reduce.__name__]
 
 

@@ -23,14 +23,9 @@ from fastlayers import env
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.attention.mla.config import NAME, MLAConfig, empty_decode
 from fastlayers.attention.mla.gluon_columns import gluon_columns_kernel
-from fastlayers.attention.mla.launch_config import (
-    MAX_SPLITS,
-    NOMINAL_SM_COUNT,
-    REDUCE_BLOCK,
-    SPLIT_ROWS,
-    decode_launch,
-)
-from fastlayers.attention.mla.triton import LOG2_E, LOWEST, _natural_lse, _or_one, _part_of, _reduce_kernel
+from fastlayers.attention.mla.launch_config import NOMINAL_SM_COUNT, SPLIT_ROWS, decode_launch, reduce_tile
+from fastlayers.attention.mla.triton import LOG2_E, LOWEST, _natural_lse, _part_of
+from fastlayers.attention.mla.triton_reduce import or_one, reduce_launch
 from fastlayers.device import as_device
 from fastlayers.errors import ArgumentError, check_keys
 from fastlayers.operators import operator
@@ -108,7 +103,7 @@ def columns_kernel(
         base += split.to(tl.int64) * num_rows
     tl.store(lse_ptr + base + row, _natural_lse(highest, total), mask=real)
     if DIRECT or low < high:
-        o = cast(acc * (1.0 / _or_one(total))[None, :], o_ptr.dtype.element_ty)
+        o = cast(acc * (1.0 / or_one(total))[None, :], o_ptr.dtype.element_ty)
         tl.store(o_ptr + base * RANK + row[None, :] * RANK + latent_column[:, None], o, mask=real[None, :])
 
 
@@ -141,11 +136,7 @@ def _launches(
         )  # fmt: skip
     else:
         attend = gluon_columns_kernel.at(grid, *numbers, **sizes, **tiles)
-    reduce = _reduce_kernel.at(
-        (rows,), splits, rows, RANK=rank, MAX_SPLITS=MAX_SPLITS, BLOCK=REDUCE_BLOCK, OWN=block > 0, num_warps=4,
-        **launch,
-    )  # fmt: skip
-    return splits, block > 0, attend, reduce
+    return splits, block > 0, attend, reduce_launch(rows, rank, wanted, splits, block > 0, device)
 
 
 @operator("mla_wgmma_decode", empty_decode)
@@ -214,5 +205,5 @@ class WgmmaMLA:
         """Return what of a step over latents is compiled into kernels; it does not change back with the length."""
         cfg = self.cfg
         rounded = max_seq_len - max_seq_len % SPLIT_ROWS
-        _, splits, block, _ = _plan((cfg.num_heads, cfg.dtype, cfg.page_size), requests, rounded, self.per_sm)
-        return (splits == 1, block), ()
+        usual, splits, block, _ = _plan((cfg.num_heads, cfg.dtype, cfg.page_size), requests, rounded, self.per_sm)
+        return (reduce_tile(usual, cfg.kv_lora_rank).block if splits > 1 else 0, block), ()
