@@ -1,4 +1,4 @@
-"""One token's 16-bit experts compiled for sm_90: what is read early, what L2 gives up first, what fits at once."""
+"""One token's experts compiled for sm_90: what is read early, what L2 gives up first, what fits at once."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from fastlayers import env
+from fastlayers.moe.fused_moe.config import FusedMoEConfig
+from fastlayers.moe.fused_moe.launch_config import LaunchConfig, candidates
 from fastlayers.moe.fused_moe.triton.backend import TritonFusedMoE
 from fastlayers.testing.compile_check import KernelBuild, compile_for, compiled_for
 
 sys.path.insert(0, str(Path(__file__).parent))
-from recorded import QWEN3_EXPERTS, _at, _run, recording
+from recorded import QWEN3_EXPERTS, V3_EXPERTS, _at, _run, recording
 
 pytestmark = [pytest.mark.compile, pytest.mark.skipif(env.triton_interpret(), reason="Triton interprets, not compiles")]
 # Loads of 16 bytes: of weights, which L2 gives up first, and all others.
@@ -23,17 +25,17 @@ OTHERS = r"ld\.global\.v4"
 
 
 @cache
-def launches() -> dict[str, KernelBuild]:
-    """Return what one token of Qwen3-30B-A3B launches."""
+def launches(cfg: FusedMoEConfig = QWEN3_EXPERTS, plan: LaunchConfig | None = None) -> dict[str, KernelBuild]:
+    """Return what one token launches, of Qwen3-30B-A3B or another; by the rule, or by a plan."""
     with recording() as recorder:
-        for case in _at("fused_moe", (1,), QWEN3_EXPERTS):
-            _run("fused_moe", TritonFusedMoE(case.cfg), case)
+        for case in _at("fused_moe", (1,), cfg):
+            _run("fused_moe", TritonFusedMoE(case.cfg, None if plan is None else plan.config()), case)
     return {build.kernel.__name__: build for build in recorder.builds.values()}
 
 
-def asked(name: str, pattern: str) -> tuple[int, int]:
+def asked(name: str, pattern: str, cfg: FusedMoEConfig = QWEN3_EXPERTS) -> tuple[int, int]:
     """Return how many loads of a kind a thread makes before the wait, and in all."""
-    before, wait, after = compiled_for(launches()[name]).asm["ptx"].partition("griddepcontrol.wait")
+    before, wait, after = compiled_for(launches(cfg)[name]).asm["ptx"].partition("griddepcontrol.wait")
     assert wait and "st.global" not in before
     return len(re.findall(pattern, before)), len(re.findall(pattern, before + after))
 
@@ -52,3 +54,33 @@ def test_all_programs_of_the_second_product_fit_at_once() -> None:
     programs = QWEN3_EXPERTS.hidden_size // build.constexprs["BLOCK_N"]
     assert report.spills == 0
     assert 132 * (65536 // (threads * -(-report.registers // 8) * 8)) >= programs
+
+
+def test_fp8_weights_and_rows_lie_in_registers_alike() -> None:
+    first, second = "vector_in_fp8_kernel", "vector_out_fp8_kernel"
+    assert sorted(launches(V3_EXPERTS)) == [first, second]
+    # Eight rows, each three tiles of 16 bytes a thread and one of 8, all behind the wait.
+    assert asked(first, EVICTED, V3_EXPERTS) == (0, 24)
+    assert asked(first, EVICTED.replace("v4", "v2"), V3_EXPERTS) == (0, 8)
+    # Sixteen tiles of eight pairs and two of one pair's eight outputs, all before the wait.
+    assert asked(second, EVICTED, V3_EXPERTS) == (18, 18)
+    # Nothing but sums and ids goes through shared memory: its barriers do not grow with the tiles.
+    for name, barriers in ((first, 4), (second, 6)):
+        assert compiled_for(launches(V3_EXPERTS)[name]).asm["ptx"].count("bar.sync") == barriers
+
+
+FP8_PLANS = [plan for config in candidates(V3_EXPERTS, 1) if (plan := LaunchConfig.of(config)).first.m == 0]
+
+
+@pytest.mark.parametrize("plan", FP8_PLANS, ids=lambda plan: "-".join(map(str, plan.numbers()[4:])))
+def test_no_fp8_vectors_spill(plan: LaunchConfig) -> None:
+    for build in launches(V3_EXPERTS, plan).values():
+        assert compile_for(build).spills == 0, build.kernel.__name__
+
+
+def test_all_programs_of_both_fp8_products_fit_at_once() -> None:
+    found = launches(V3_EXPERTS)
+    rows = V3_EXPERTS.pairs_per_token * V3_EXPERTS.intermediate_size, V3_EXPERTS.hidden_size
+    for (_, build), outputs in zip(sorted(found.items()), rows, strict=True):
+        threads, registers = 32 * build.num_warps, -(-compile_for(build).registers // 8) * 8
+        assert 132 * (65536 // (threads * registers)) >= outputs // build.constexprs["BLOCK_N"]

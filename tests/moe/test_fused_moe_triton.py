@@ -105,7 +105,7 @@ def test_candidates_are_few_and_possible(shape: str, tokens: int) -> None:
     assert plans[0] == plan_for(tokens, cfg, False)
     for plan in plans:
         assert plan_of(tuple(plan.numbers())) == plan
-        if cfg.quant == "fp8_block":
+        if cfg.quant == "fp8_block" and plan.first.m > 0:
             # One scale a step of K and a block of rows.
             assert (plan.first.k, plan.second.k) == (128, 128) and max(plan.first.n, plan.second.n) <= 128
 
@@ -126,7 +126,7 @@ def test_candidates_of_16_bit_weights_fit_shared_memory(tokens: int) -> None:
 def test_one_token_of_16_bit_weights_takes_vectors() -> None:
     assert plan_for(1, SHAPES["qwen3"], False).first.m == 0
     assert plan_for(2, SHAPES["qwen3"], False).first.m > 0
-    for cfg in (SHAPES["deepseek_v3_tp8"], SHAPES["gpt_oss"], replace(SHAPES["qwen3"], num_shared=1)):
+    for cfg in (SHAPES["gpt_oss"], replace(SHAPES["qwen3"], num_shared=1)):
         assert not any(LaunchConfig.of(config).first.m == 0 for config in candidates(cfg, 1))
     for top_k in (1, 6, 16):
         for config in candidates(replace(SHAPES["qwen3"], top_k=top_k), 1):

@@ -3,6 +3,7 @@
 backend.py                     which of them a step of so many tokens takes (`_chunk`)
 grouped_gemm.py                any number of tokens, aligned to their experts
 pair_gemm.py pair_vector.py    few tokens, every (token, expert) pair by itself
+pair_vector_fp8.py             the same of FP8 weights in blocks, one token
 mxfp4_gemm.py                  MXFP4 weights as checkpoints have them
 packed_gemm.py                 weights alone of 4 and 8 bits (AWQ, GPTQ, compressed-tensors)
 mxfp4_hopper.py mxfp4_mma.py   MXFP4 weights in the tensor cores' order, few tokens: a backend of its own, its products

@@ -113,14 +113,14 @@ def vector_in_fp8_kernel(
             x = _tile(x_row, i * BLOCK_K, K, "", _size(i, K, BLOCK_K, TAIL))
             held = held + ((x, scales, tiles),)  # type: ignore[assignment]
         if i >= AHEAD:
-            x, scales, tiles = held[i - AHEAD]  # type: ignore[misc]
+            x, scales, tiles = held[i - AHEAD]
             made = ()
             for row in tl.static_range(2 * BLOCK_N):
                 values = requantized(x.to(tl.float32), scales[row // BLOCK_N], eps, 448.0, UE8M0, NARROW)
                 part = _folded(values, tiles[row], _size(i - AHEAD, K, BLOCK_K, TAIL) // THREADS)
                 if i > AHEAD:
-                    part += sums[row]  # type: ignore[has-type] # noqa: F821
-                made = made + (part,)  # type: ignore[assignment]
+                    part += sums[row]  # noqa: F821
+                made = made + (part,)
             sums = made
     halves = tl.sum(_joined(sums, 2 * BLOCK_N), axis=0)
     gate, up = tl.split(tl.trans(tl.reshape(halves, [2, BLOCK_N])))

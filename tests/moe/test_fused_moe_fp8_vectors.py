@@ -1,0 +1,182 @@
+"""FP8 experts of a few tokens as matrix-vector products: the reference's result, equal bits, and planted bugs."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from fastlayers.moe.fused_moe.cases import make_inputs, prepare, run
+from fastlayers.moe.fused_moe.launch_config import LaunchConfig, Tile, candidates, plan_for
+from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.moe.fused_moe.reference import ReferenceFusedMoE
+from fastlayers.moe.fused_moe.triton import pair_vector_fp8
+from fastlayers.moe.fused_moe.triton.backend import TritonFusedMoE
+from fastlayers.moe.fused_moe.weights import MoEWeights
+from fastlayers.registry.spec import Case
+from fastlayers.testing.parity import compare, poisoned_memory
+from fastlayers.testing.spec import spec_of
+
+V3 = FusedMoEConfig(7168, 256, 256, 8, num_shared=1, quant="fp8_block", scaling_factor=2.5, dtype=torch.bfloat16)
+SMALL = replace(V3, hidden_size=256, num_experts=4, top_k=2)
+PLAN = LaunchConfig(Tile(0, 32, 256, 1, 1), Tile(0, 64, 256, 4, 3))
+
+
+def inputs_of(cfg: FusedMoEConfig, tokens: int, device: str) -> tuple[Case, dict[str, torch.Tensor]]:
+    """Return a case and its inputs, with a pair of an expert that is not here and one that is dropped."""
+    case = Case("vectors", cfg, {"num_tokens": tokens, "dtype": cfg.dtype, "load": "uneven"})
+    inputs = make_inputs(case, torch.device(device), 5)
+    inputs["topk_ids"][0, -1] = -1
+    inputs["topk_ids"][-1, 0] = cfg.num_experts if tokens > 1 else inputs["topk_ids"][-1, 0]
+    return case, inputs
+
+
+def agree(cfg: FusedMoEConfig, plans: list[LaunchConfig], tokens: int, device: str, replays: int = 0) -> None:
+    """Check that all of these plans give the reference's result, in equal bits, also replayed on a GPU."""
+    case, inputs = inputs_of(cfg, tokens, device)
+    oracle = ReferenceFusedMoE(cfg)
+    wanted = run(oracle, inputs, prepare(oracle, inputs))["y"]
+    assert bool(wanted.any())
+    for plan in plans:
+        ours = TritonFusedMoE(cfg, plan.config())
+        packed = prepare(ours, inputs)
+        with poisoned_memory():
+            found = run(ours, inputs, packed)["y"]
+        compare("y", found, wanted, spec_of("fused_moe").bounds(case).get("y"))
+        assert torch.equal(run(ours, inputs, packed)["y"], found), plan
+        if replays:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = run(ours, inputs, packed)["y"]
+            for replay in range(replays):
+                y.fill_(float("nan"))
+                graph.replay()
+                assert torch.equal(y, found), (plan, replay)
+
+
+# Two whole tiles of a row and half of one, and three blocks of columns in the second product.
+RAGGED = replace(SMALL, hidden_size=640, intermediate_size=384, top_k=3, activation="swiglu_oai", bias=True)
+CASES = {
+    "one_token": (SMALL, PLAN, 1),
+    "two_tokens_none_shared": (replace(SMALL, num_shared=0), PLAN, 2),
+    "ue8m0": (replace(SMALL, scale_fmt="ue8m0"), PLAN, 1),
+    "swiglu_oai_bias_tail": (RAGGED, LaunchConfig(Tile(0, 64, 256, 1, 1), Tile(0, 64, 128, 4, 9)), 1),
+    "fp16_one_group": (
+        replace(SMALL, intermediate_size=128, dtype=torch.float16),
+        LaunchConfig(Tile(0, 32, 128, 1, 2), Tile(0, 128, 128, 1, 99)),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize(("cfg", "plan", "tokens"), CASES.values(), ids=CASES)
+def test_vectors_give_the_reference(cfg: FusedMoEConfig, plan: LaunchConfig, tokens: int) -> None:
+    agree(cfg, [plan], tokens, "cpu")
+
+
+def test_a_token_without_an_expert_here_is_zero() -> None:
+    _, inputs = inputs_of(SMALL, 1, "cpu")
+    inputs["topk_ids"][:] = torch.tensor([[-1, SMALL.num_experts]])
+    ours = TritonFusedMoE(SMALL, PLAN.config())
+    with poisoned_memory():
+        y = run(ours, inputs, prepare(ours, inputs))["y"]
+    assert not y.any()
+
+
+def test_one_token_of_whole_groups_takes_vectors() -> None:
+    assert plan_for(1, V3, False).first.m == 0
+    assert plan_for(2, V3, False).first.m == plan_for(1, V3, True).first.m == 1
+    for changed in ({"intermediate_size": 160}, {"hidden_size": 192}, {"dtype": torch.float32}, {"top_k": 16}):
+        assert not any(config["m"] == 0 for config in candidates(replace(V3, **changed), 1)), changed
+    for inner in (128, 256, 384, 768, 2048):
+        cfg = replace(V3, intermediate_size=inner)
+        plans = [plan for config in candidates(cfg, 1) if (plan := LaunchConfig.of(config)).first.m == 0]
+        assert 5 <= len(plans) <= 8 and plans[0] == plan_for(1, cfg, False)
+        for plan in plans:
+            first, second = plan.first, plan.second
+            # Rows of one block of scales; a value for each thread; whole tiles of whole groups.
+            assert 128 % first.n == 128 % second.n == 0 and first.k >= 128 and first.k >= 32 * first.warps
+            assert inner % second.k == 0 and second.k % 128 == 0 and 512 * second.warps // second.k <= second.n
+
+
+def test_chunks_hold_all_pairs() -> None:
+    assert pair_vector_fp8._chunks(9, 8) == (8, 1)
+    assert pair_vector_fp8._chunks(22, 8) == (8, 8, 4, 2)
+    assert all(sum(pair_vector_fp8._chunks(pairs, 4)) == pairs for pairs in range(1, 17))
+
+
+MUTANTS = {
+    "up rows by the gates' scales": ("scales[row // BLOCK_N]", "scales[0]"),
+    "up is gate": ("row + I - BLOCK_N if", "row - BLOCK_N if"),
+    "scales of the first block of rows": ("first // _GROUP) * (K // _GROUP)", "0) * (K // _GROUP)"),
+    "scales of the first block of outputs": ("(D // _GROUP) + first // _GROUP)", "(D // _GROUP))"),
+    "first tile of a row again": ("_tile(origin, i * BLOCK_K", "_tile(origin, 0"),
+    "every token the first": ("pair // (TOP_K + SHARED) * x_stride", "0 * x_stride"),
+    "pair of another token": ("(token * PAIRS + slot)", "slot"),
+    "unweighted": ("each * weights[chunk][:, None]", "each"),
+    "shared experts' weight": ("other=shared_weight", "other=1.0"),
+    "dropped pairs count": ("known = expert >= 0\n", "known = expert >= -1\n"),
+    "first chunk again": ("_pairs_before(chunk, CHUNKS) + row * CHUNKS", "row * CHUNKS"),
+    "outputs in another order": ("(BLOCK_N * CHUNKS[chunk] // ROWS)\n", "1\n"),
+    "no bias": ("each += biases[chunk]", "each += 0.0"),
+    "scales of the first chunk": (
+        "values = requantized(a, scales[chunk * BLOCKS + block]",
+        "values = requantized(a, scales[0]",
+    ),
+}
+
+
+def mutated(name: str, folder: Path) -> ModuleType:
+    """Return the module with one expression changed."""
+    before, after = MUTANTS[name]
+    text = Path(pair_vector_fp8.__file__).read_text()
+    assert before in text, f"the kernels no longer have {before!r}"
+    path = folder / "mutant.py"
+    path.write_text(text.replace(before, after))
+    spec = importlib.util.spec_from_file_location("pair_vector_fp8_mutant", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def error(module: ModuleType) -> float:
+    """Return how far two tokens' results are from the reference's, of which one has a dropped pair."""
+    cfg = replace(SMALL, hidden_size=256, intermediate_size=256, num_experts=3, bias=True, top_k=2)
+    _, inputs = inputs_of(cfg, 2, "cpu")
+    oracle = ReferenceFusedMoE(cfg)
+    packed: MoEWeights = prepare(oracle, inputs)
+    wanted = run(oracle, inputs, packed)["y"]
+    y = torch.full(wanted.shape, float("nan"), dtype=torch.bfloat16)
+    with poisoned_memory():
+        module.fp8_vector_experts(
+            inputs["x"], inputs["topk_weights"], inputs["topk_ids"], packed, y, cfg.num_shared,
+            LaunchConfig(Tile(0, 64, 128, 1, 1), Tile(0, 128, 128, 1, 2)), False, False, 0.0, 0.0, cfg.scaling_factor,
+        )  # fmt: skip
+    return float((y.float() - wanted).norm() / wanted.norm())
+
+
+def test_vectors_agree_with_the_reference() -> None:
+    assert error(pair_vector_fp8) < 0.01
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_planted_bug_shows(name: str, tmp_path: Path) -> None:
+    try:
+        found = error(mutated(name, tmp_path))
+    except Exception:  # an index that is none
+        return
+    assert not found < 0.02, f"{name} changes nothing"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shared", [0, 1])
+def test_one_token_of_real_experts_gpu(shared: int) -> None:
+    cfg = replace(V3, num_experts=16, num_shared=shared)
+    plans = [LaunchConfig.of(config) for config in candidates(cfg, 1) if config["m"] == 0]
+    assert plans[0] == plan_for(1, cfg, False)
+    agree(cfg, plans, 1, "cuda", 20)
