@@ -41,7 +41,8 @@ def meet(context: Any) -> None:
     facts: dict[str, Any] = {"fastlayers": f"{fl.__version__} ({source_hash()})", "torch": torch.__version__}
     facts |= {"device": as_device(context.device).name, "dtype": context.dtype, "kv_dtype": context.kv_dtype}
     facts |= {"page_size": context.page_size, "groups": (context.parallel.attn_dp.size, context.parallel.ep.size)}
-    facts |= {"eplb": context.parallel.eplb, "ladders between ranks": ladders.digest()}
+    facts |= {"eplb": context.parallel.eplb, "expert_exchange": context.parallel.expert_exchange}
+    facts |= {"ladders between ranks": ladders.digest()}
     named = {layer: name for layer, name in sorted(env.backend_overrides().items()) if layer in COLLECTIVES}
     # Who checks each call waits for what the others say of theirs.
     facts |= {env.DEBUG: env.debug(), f"{env.BACKEND} of layers between ranks": named}
@@ -74,8 +75,8 @@ def same_choices(model: Any) -> None:
 
 
 def _across(model: Any) -> dict[str, str]:
-    across = model.seam or model.moves
-    return {f"backend of {name}": value for name, value in (across.chosen if across is not None else {}).items()}
+    across = [each.chosen for each in (model.seam, model.moves, model.token_moves) if each is not None]
+    return {f"backend of {name}": value for chosen in across for name, value in chosen.items()}
 
 
 def same_settings(parallel: ParallelSpec | None, settings: Mapping[str, Any]) -> None:

@@ -25,8 +25,9 @@ from fastlayers.comm.collectives import collectives, gather_logits, reduce_embed
 from fastlayers.comm.communicator import LayerCommunicator
 from fastlayers.comm.layouts import BETWEEN, Hidden
 from fastlayers.comm.padding import StepTokens
-from fastlayers.comm.parallel import ParallelSpec, Shard
+from fastlayers.comm.parallel import REPLICATED, ParallelSpec, Shard
 from fastlayers.comm.seam import Moves, Seam
+from fastlayers.comm.token_moves import TokenMoves, Way, way_of
 from fastlayers.embedding.layer import VocabEmbedding
 from fastlayers.embedding.lm_head import LMHead
 from fastlayers.errors import ArgumentError, check_tensor
@@ -79,9 +80,28 @@ class ModelContext:
         self.device = torch.device(device) if device is not None else torch.get_default_device()
         self.kv_dtype = kv_dtype if kv_dtype is not None else dtype
         meet(self)
-        self.seam = Seam.make(self.parallel, config.hidden_size, dtype, self.device)
-        self.moves = Moves.make(self.parallel, config.hidden_size, dtype, self.device)
+        self._connect()
         self.rotary = self.make_rotary()
+
+    def _connect(self) -> None:
+        """Make what rows cross ranks with; collective."""
+        parallel, sizes = self.parallel, (self.config.hidden_size, self.dtype, self.device)
+        hidden, dtype, device = sizes
+        experts, top_k = getattr(self.config, "routed_experts", (0, 0))
+        self.token_way = way_of(parallel, hidden, experts, top_k, dtype, device)
+        # Experts with slots of their own are exchanged by these.
+        slots = experts if parallel.eplb is None or not experts else parallel.eplb.slots(experts, parallel.ep.size)
+        tokens = TokenMoves.slots(slots, top_k) if self.token_way.exchange else None
+        self.seam = Seam.make(parallel, *sizes, tokens=tokens)
+        self.moves = Moves.make(parallel, *sizes, tokens=tokens)
+        across = self.seam or self.moves
+        self.token_moves: TokenMoves | None = None
+        if self.token_way.exchange:
+            made = TokenMoves.make(parallel, across, hidden, slots, top_k, dtype, device)
+            if parallel.expert_exchange == "auto" and (refused := made.refusal) is not None:
+                self.token_way = Way(False, refused)
+            else:
+                self.token_moves = made
 
     def make_rotary(self) -> RotaryEmbedding:
         """Return the rotary embedding that all layers share."""
@@ -161,16 +181,19 @@ class ModelContext:
 
 
 class SwiGLU(nn.Module):
-    """``down(silu(gate(x)) * up(x))``; partial sums over ``tp``."""
+    """``down(silu(gate(x)) * up(x))``; partial sums over ``tp``, or with ``whole`` everything on each rank."""
 
     reads = "gate_up_proj"  # what alone sees the input, see linear_of
 
-    def __init__(self, context: ModelContext, name: str, intermediate_size: int, *, bias: bool = False) -> None:
+    def __init__(
+        self, context: ModelContext, name: str, intermediate_size: int, *, bias: bool = False, whole: bool = False
+    ) -> None:
         super().__init__()
         hidden, parallel = context.config.hidden_size, context.parallel
-        self.gate_up_proj = context.fused(name, ("gate_proj", "up_proj"), intermediate_size, bias, parallel.column())
-        self.act_fn = fl.SiluAndMul(intermediate_size // parallel.tp.size, device=context.device, dtype=context.dtype)
-        self.down_proj = context.linear(f"{name}.down_proj", intermediate_size, hidden, bias, shard=parallel.row())
+        column, row = (REPLICATED, REPLICATED) if whole else (parallel.column(), parallel.row())
+        self.gate_up_proj = context.fused(name, ("gate_proj", "up_proj"), intermediate_size, bias, column)
+        self.act_fn = fl.SiluAndMul(intermediate_size // column.axis.size, device=context.device, dtype=context.dtype)
+        self.down_proj = context.linear(f"{name}.down_proj", intermediate_size, hidden, bias, shard=row)
         down = self.down_proj
         self.act_quant = down.quantised_activation(self.act_fn) if isinstance(down, fl.FP8BlockLinear) else None
 
@@ -192,8 +215,8 @@ class DecoderLayer(nn.Module):
     self_attn : nn.Module
         Called as ``self_attn(hidden, meta, cache)``; returns a partial sum over ``attn_tp``.
     mlp : nn.Module
-        Called as ``mlp(hidden, valid)``; returns a partial sum over ``tp``. ``valid`` is ``None``, or tells which
-        rows are padding, see :meth:`CausalLM.forward`.
+        Called as ``mlp(hidden, valid)``; returns a partial sum over ``tp``, or experts whose tokens are exchanged the
+        whole of this rank's rows. ``valid`` is ``None``, or tells which rows are padding, see :meth:`CausalLM.forward`.
     mlp_kind : str
         ``"dense"`` or ``"moe"``.
     is_last : bool
@@ -213,11 +236,13 @@ class DecoderLayer(nn.Module):
         self.self_attn = self_attn
         setattr(self, self.MLP, mlp)
         self.input_layernorm, self.post_attention_layernorm = context.norm(), context.norm()
+        self.exchanges = mlp_kind == "moe" and context.token_moves is not None
         self.communicator = LayerCommunicator(
             context.parallel,
             input_layernorm=self.input_layernorm,
             post_attention_layernorm=self.post_attention_layernorm,
             mlp_kind=mlp_kind,
+            all_to_all=self.exchanges,
             is_last=is_last,
             seam=context.seam,
             moves=context.moves,
@@ -249,7 +274,8 @@ class DecoderLayer(nn.Module):
         """Return what one of :attr:`STAGES` makes of what the one before it returned."""
         held: Any = self._modules
         if stage == "mlp":
-            return hidden.partial(held[self.MLP](hidden.tensor, valid), "tp")
+            out = held[self.MLP](hidden.tensor, valid)
+            return hidden.complete(out) if self.exchanges else hidden.partial(out, "tp")
         if stage != "attention":
             return self.communicator.run(stage, hidden, step)
         x, rows, tokens = hidden.tensor, hidden.tensor.shape[0], meta.positions.shape[0]
@@ -326,7 +352,8 @@ class CausalLM(nn.Module):
         self.config, self.parallel, self.device = context.config, context.parallel, context.device
         self.page_size, self.kv_dtype = context.page_size, context.kv_dtype
         self.attention_group = collectives(context.parallel.attn_tp)
-        self.seam, self.moves = context.seam, context.moves
+        self.seam, self.moves, self.token_moves = context.seam, context.moves, context.token_moves
+        self.token_way = context.token_way if context.parallel.ep.size > 1 else None
         self.model: Any = self.make_model(context)
         self.lm_head = context.lm_head(self.decoder.embed_tokens if context.config.tie_word_embeddings else None)
         # What comes in is checked here, once a step.

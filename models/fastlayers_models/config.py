@@ -189,6 +189,11 @@ class DeepseekConfig(DecoderConfig):
                 name, "n_routed_experts", self.n_routed_experts, f"a multiple of n_group {self.n_group}"
             )
 
+    @property
+    def routed_experts(self) -> tuple[int, int]:
+        """How many there are, and of one token."""
+        return self.n_routed_experts, self.num_experts_per_tok
+
     def is_moe(self, layer: int) -> bool:
         """Whether layer number ``layer`` has experts (the MTP layer has)."""
         return layer >= self.first_k_dense_replace

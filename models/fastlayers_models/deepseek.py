@@ -40,7 +40,7 @@ from fastlayers.tuning.table import find
 from fastlayers_models.blocks import CausalLM, Decoder, DecoderLayer, ModelContext, SwiGLU
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.config import DeepseekConfig
-from fastlayers_models.experts import PlacedRows, placement_of, quant_of_experts, route, routed_rows
+from fastlayers_models.experts import OwnRows, PlacedRows, of_experts, placement_of, quant_of_experts, routed_rows
 from fastlayers_models.loading import load_model
 
 
@@ -107,10 +107,14 @@ def fused_experts(context: DeepseekContext, name: str) -> int:
 
 
 class DeepseekMoE(nn.Module):
-    """Router, routed experts and shared experts; partial sums over ``tp``."""
+    """Router, routed experts and shared experts; partial sums over ``tp``.
+
+    Where tokens are exchanged own rows, whole; shared experts are then whole on each rank, too.
+    """
 
     def __init__(self, context: DeepseekContext, name: str) -> None:
         super().__init__()
+        self.token_moves = context.token_moves
         config, parallel = context.config, context.parallel
         v3 = config.topk_method == "noaux_tc"
         grouped = config.topk_method != "greedy"
@@ -146,15 +150,16 @@ class DeepseekMoE(nn.Module):
         )
         shared = (config.n_shared_experts - fused) * config.moe_intermediate_size
         self.shared_experts = (
-            SwiGLU(context, f"{name}.shared_experts", shared, bias=config.mlp_bias) if shared else None
+            SwiGLU(context, f"{name}.shared_experts", shared, bias=config.mlp_bias, whole=self.token_moves is not None)
+            if shared
+            else None
         )
 
-    def forward(self, x: torch.Tensor, valid: torch.Tensor | PlacedRows | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, valid: torch.Tensor | PlacedRows | OwnRows | None = None) -> torch.Tensor:
         """Return ``[T, D]``; rows that ``valid`` excludes cost no expert work."""
         held: Any = self._modules
-        experts, shared = held["experts"], held.get("shared_experts")
-        topk_weights, topk_ids = route(held["gate"], x, valid, experts.placement)
-        routed: torch.Tensor = experts(x, topk_weights, topk_ids)
+        shared = held.get("shared_experts")
+        routed = of_experts(held["gate"], held["experts"], self.token_moves, x, valid)
         return routed if shared is None else routed + shared(x)
 
 

@@ -28,6 +28,7 @@ from fastlayers.attention.meta import AttentionMeta
 from fastlayers.comm.collectives import collectives
 from fastlayers.comm.communicator import RankOps
 from fastlayers.comm.padding import StepTokens
+from fastlayers.comm.token_moves import TokenMoves
 from fastlayers.errors import ArgumentError
 from fastlayers.moe.placement.moves import all_ranks, connect, move_experts
 from fastlayers.moe.placement.planner import plan_placement
@@ -43,6 +44,13 @@ class PlacedRows(NamedTuple):
 
     valid: torch.Tensor | None
     positions: torch.Tensor
+
+
+class OwnRows(NamedTuple):
+    """What an MLP whose tokens are exchanged must know of its own rows, and how many rows each rank has."""
+
+    valid: torch.Tensor | PlacedRows | None
+    sizes: tuple[int, ...]
 
 
 def placement_of(context: Any, num_experts: int) -> ExpertPlacement | None:
@@ -103,6 +111,27 @@ def route(router: fl.TopKRouter, x: torch.Tensor, valid: Any, placement: Any = N
     return topk_weights, topk_ids if valid is None else topk_ids.masked_fill(~valid[:, None], -1)
 
 
+def of_experts(
+    router: fl.TopKRouter, experts: fl.FusedMoE, moves: TokenMoves | None, x: torch.Tensor, rows: Any
+) -> torch.Tensor:
+    """Return what routed experts make of ``x``: a partial sum over ``tp``, or with ``moves`` the whole of own rows.
+
+    ``rows``: of :func:`routed_rows`.
+    """
+    found: torch.Tensor
+    if moves is None:
+        topk_weights, topk_ids = route(router, x, rows, experts.placement)
+        found = experts(x, topk_weights, topk_ids)
+        return found
+    if not isinstance(rows, OwnRows):
+        raise ArgumentError("of_experts", "valid", type(rows).__name__, "OwnRows, by which tokens are exchanged")
+    topk_weights, topk_ids = route(router, x, rows.valid, experts.placement)
+    found = moves.exchange(
+        x, topk_ids, topk_weights, lambda there, ids, weights: experts(there, weights, ids, local=True), rows.sizes
+    )
+    return found
+
+
 def route_to_slots(placement: ExpertPlacement, rows: Any, choose: Callable[[torch.Tensor | None], Routed]) -> Routed:
     """Return ``(topk_weights, slots)`` of the experts that ``choose(which rows are real)`` returns; counts them.
 
@@ -116,9 +145,22 @@ def route_to_slots(placement: ExpertPlacement, rows: Any, choose: Callable[[torc
 
 
 def routed_rows(model: Any, step: StepTokens, meta: AttentionMeta, valid: torch.Tensor | None = None) -> Any:
-    """Return what a model's layers take as ``valid``; with experts that move also the rows' positions."""
+    """Return what a model's layers take as ``valid``; with experts that move also the rows' positions.
+
+    Where tokens are exchanged it is of this rank's own rows.
+    """
     valid = valid if valid is not None else model.valid_rows(step)
-    return valid if model.balancer is None else model.balancer.rows(valid, meta, step)
+    if model.token_moves is None:
+        return valid if model.balancer is None else model.balancer.rows(valid, meta, step)
+    parts, parallel = step.attn_tp, model.parallel
+    mine = step.rows[parallel.attn_dp.rank] // parts
+    if valid is not None and valid.dtype == torch.int32:  # how many of one group's rows, from the first on
+        valid = (valid - parallel.attn_tp.rank * mine).clamp(0, mine)
+    elif valid is not None:
+        start = step.offsets[parallel.attn_dp.rank] + parallel.attn_tp.rank * mine
+        valid = valid[start : start + mine]
+    sizes = tuple(rows // parts for rows in step.rows for _ in range(parts))
+    return OwnRows(valid if model.balancer is None else model.balancer.rows(valid, meta, step), sizes)
 
 
 class ExpertBalancer:

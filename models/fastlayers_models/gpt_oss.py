@@ -21,7 +21,7 @@ from fastlayers.errors import check_positive
 from fastlayers.quant.mxfp4.codes import groups_of
 from fastlayers_models.blocks import CausalLM, DecoderLayer, ModelContext
 from fastlayers_models.config import GQA_DECODER, GQADecoderConfig, Size, check_experts, layer_windows
-from fastlayers_models.experts import route
+from fastlayers_models.experts import OwnRows, of_experts
 from fastlayers_models.settings import MOST_POSITIONS, Setting
 
 # What transformers assumes where config.json does not say; the ramp of this YaRN is not rounded to whole dimensions.
@@ -72,6 +72,11 @@ class GptOssConfig(GQADecoderConfig):
             groups_of(self.hidden_size, "hidden_size", name)
             groups_of(self.intermediate_size, "intermediate_size", name)
 
+    @property
+    def routed_experts(self) -> tuple[int, int]:
+        """How many there are, and of one token."""
+        return self.num_local_experts, self.num_experts_per_tok
+
     @classmethod
     def fields_of(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the constructor's arguments from a ``config.json`` of a known ``model_type``."""
@@ -96,10 +101,11 @@ class GptOssContext(ModelContext):
 
 
 class GptOssMoE(nn.Module):
-    """Router and experts; partial sums over ``tp``."""
+    """Router and experts; partial sums over ``tp``, or own rows whole where tokens are exchanged."""
 
     def __init__(self, context: ModelContext, name: str) -> None:
         super().__init__()
+        self.token_moves = context.token_moves
         config, parallel = context.config, context.parallel
         self.router = fl.TopKRouter(
             config.hidden_size,
@@ -129,12 +135,10 @@ class GptOssMoE(nn.Module):
             dtype=context.dtype,
         )
 
-    def forward(self, x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, valid: torch.Tensor | OwnRows | None = None) -> torch.Tensor:
         """Return ``[T, D]``; rows that ``valid`` excludes cost no expert work."""
         held: Any = self._modules
-        topk_weights, topk_ids = route(held["router"], x, valid)
-        out: torch.Tensor = held["experts"](x, topk_weights, topk_ids)
-        return out
+        return of_experts(held["router"], held["experts"], self.token_moves, x, valid)
 
 
 class GptOssLayer(DecoderLayer):

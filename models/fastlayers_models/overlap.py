@@ -297,6 +297,8 @@ class Halves:
             reason = "for a model that takes images, whose rows belong to whole prompts"
         elif not all(hasattr(layer, "STAGES") for layer in model.decoder.layers):
             reason = f"for {type(model).__name__}, whose layers name no stages"
+        elif getattr(model, "token_moves", None) is not None:
+            reason = "with expert_exchange: tokens go to other ranks inside a stage that computes, on its stream"
         elif torch_compile is not None:
             reason = "with torch_compile, which makes each layer one graph without stages"
         if reason is not None:

@@ -27,7 +27,7 @@ from fastlayers.errors import ArgumentError, check_positive
 from fastlayers_models.blocks import CausalLM, Decoder, DecoderLayer, ModelContext, SwiGLU
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.config import GQA_DECODER, GQADecoderConfig, Size, check_experts, layer_windows
-from fastlayers_models.experts import PlacedRows, placement_of, quant_of_experts, route
+from fastlayers_models.experts import OwnRows, PlacedRows, of_experts, placement_of, quant_of_experts
 from fastlayers_models.settings import COUNT, FLAG, MOST_POSITIONS, SIZE, Setting, read_settings, shown
 
 VL_TYPES = ("qwen2_5_vl", "qwen2_5_vl_text")
@@ -127,6 +127,11 @@ class QwenConfig(GQADecoderConfig):
         sparse = layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
         return self.num_experts > 0 and sparse
 
+    @property
+    def routed_experts(self) -> tuple[int, int]:
+        """How many there are, and of one token."""
+        return self.num_experts, self.num_experts_per_tok
+
     @classmethod
     def fields_of(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the constructor's arguments from a ``config.json`` of a known ``model_type``."""
@@ -196,10 +201,14 @@ def _windows(kind: str, values: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 
 class QwenMoE(nn.Module):
-    """Router, routed experts and, with Qwen2-MoE, a shared expert behind a sigmoid gate; partial sums over ``tp``."""
+    """Router, routed experts and, with Qwen2-MoE, a shared expert behind a sigmoid gate; partial sums over ``tp``.
+
+    Where tokens are exchanged own rows, whole; the shared expert is then whole on each rank, too.
+    """
 
     def __init__(self, context: ModelContext, name: str) -> None:
         super().__init__()
+        self.token_moves = context.token_moves
         config, parallel = context.config, context.parallel
         self.gate = fl.TopKRouter(
             config.hidden_size,
@@ -223,18 +232,16 @@ class QwenMoE(nn.Module):
             device=context.device,
             dtype=context.dtype,
         )
-        shared = config.shared_expert_intermediate_size
-        self.shared_expert = SwiGLU(context, f"{name}.shared_expert", shared) if shared else None
+        shared, whole = config.shared_expert_intermediate_size, self.token_moves is not None
+        self.shared_expert = SwiGLU(context, f"{name}.shared_expert", shared, whole=whole) if shared else None
         self.shared_expert_gate = (
             context.linear(f"{name}.shared_expert_gate", config.hidden_size, 1) if shared else None
         )
 
-    def forward(self, x: torch.Tensor, valid: torch.Tensor | PlacedRows | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, valid: torch.Tensor | PlacedRows | OwnRows | None = None) -> torch.Tensor:
         """Return ``[T, D]``; rows that ``valid`` excludes cost no expert work."""
         held: Any = self._modules
-        experts = held["experts"]
-        topk_weights, topk_ids = route(held["gate"], x, valid, experts.placement)
-        routed: torch.Tensor = experts(x, topk_weights, topk_ids)
+        routed = of_experts(held["gate"], held["experts"], self.token_moves, x, valid)
         if self.shared_expert is None or self.shared_expert_gate is None:
             return routed
         return routed + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)

@@ -170,7 +170,7 @@ class ModelStep(CapturedSteps):
         self.table = RowTable(self.max_batch, model.device)
         self.inputs = ExtendInputs(state.max_tokens, self.max_batch, model.device)
         self.count = torch.zeros(1, dtype=torch.int32, device=model.device)
-        across = getattr(model, "seam", None) or getattr(model, "moves", None)
+        across = next(filter(None, (getattr(model, name, None) for name in ("seam", "moves", "token_moves"))), None)
         self._outbox = Outbox(self.max_batch, model.device, across.status if across is not None else None)
         self.weights = WeightsWatch(model)
         self._images = getattr(model, "tower", None) is not None

@@ -37,6 +37,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document inst
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; default: a GPU if there is one.")]
 _CHECKPOINT = "Checkpoint directory, or a name on the Hugging Face hub; 'tiny' is the one that ships."
 Checkpoint = Annotated[str, typer.Argument(help=_CHECKPOINT)]
+_EXPERT_EXCHANGE = "How tokens get to the ranks of their experts: auto, gather, exchange."
 _FP8_MATH = "DeepSeek with --kv-dtype e4m3: attention may round queries and softmax weights to e4m3, too."
 
 
@@ -353,6 +354,7 @@ def generate(
     tp: Annotated[int, typer.Option(min=1, help="Ranks that split each attention layer.")] = 1,
     dp: Annotated[int, typer.Option(min=1, help="Attention groups; the MLPs are split over tp × dp ranks.")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="Groups over which whole experts are dealt out.")] = 1,
+    expert_exchange: Annotated[str, typer.Option(help=_EXPERT_EXCHANGE)] = "auto",
     as_json: Json = False,
 ) -> None:
     """Answer one prompt with a model of fastlayers_models, streaming."""
@@ -366,7 +368,7 @@ def generate(
     _check_text("prompt", prompt)
     place, number, cache = _device(device), _dtype(dtype), _dtype(kv_dtype, "--kv-dtype") if kv_dtype else None
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    ranks = Ranks(tp, dp, ep)
+    ranks = Ranks(tp, dp, ep, expert_exchange=expert_exchange)
     if started_elsewhere(ranks):
         return
     path = _path(checkpoint, "--checkpoint")

@@ -15,9 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from fastlayers.comm.ranks import Ranks
 from fastlayers.errors import ArgumentError
-from fastlayers_server.engine.config import EngineConfig, drafting
+from fastlayers_server.engine.config import EngineConfig, drafting, ranks_of
 from fastlayers_server.flags import flag, flags_of, given_values, parser_of, spellings, typed
 from fastlayers_server.ranks import MOST
 
@@ -184,7 +183,7 @@ def _from_file(path: Path) -> dict[str, Any]:
 
 
 def _check(config: ServeConfig) -> None:
-    ranks = Ranks(config.tp, config.attn_dp_size, config.ep)
+    ranks = ranks_of(config)
     if ranks.processes > MOST:
         accepted = f"at most {MOST} processes: a server's ranks lie on one host"
         raise ArgumentError("serve", "--tp × --attn-dp-size", ranks.processes, accepted)

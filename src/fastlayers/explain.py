@@ -228,8 +228,10 @@ def _between_ranks(target: Any) -> list[str]:
     for lines, names in tables.items():
         several = f"{names[0]} to {names[-1]}, {len(names)} layers" if len(names) > 1 else names[0]
         found += [f"{several}: between ranks", *(f"    {line}" for line in lines)]
-    for across in (getattr(target, "seam", None), getattr(target, "moves", None)):
+    for across in (getattr(target, name, None) for name in ("seam", "moves", "token_moves")):
         found += getattr(across, "evidence", [])
+    way = getattr(target, "token_way", None)
+    found += [way.words] if way is not None else []
     rows = getattr(target, "spread_rows", None)
     return found + ([f"steps of {rows.start:,} to {rows.stop - 1:,} rows are spread over ranks"] if rows else [])
 

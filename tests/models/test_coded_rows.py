@@ -68,7 +68,7 @@ def hidden_states(rank: Rank, config: dict[str, Any], counts: list[int]) -> list
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FP8BlockLinear, "codes_layout", lambda self, rows: "row")
         patch.setattr(TorchFP8Linear, "__call__", of_codes)
-        patch.setattr(seam_module, "_connected", lambda parallel, device: parallel.tp.size > 1)
+        patch.setattr(seam_module, "connected", lambda parallel, device: parallel.tp.size > 1)
         patch.setattr(CollectiveGatherRows, "__call__", counted)
         family: Any = family_of(config)
         model = family(

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from fastlayers.comm.parallel import TOKEN_WAYS
+from fastlayers.comm.ranks import Ranks
 from fastlayers.errors import ArgumentError
 from fastlayers_server.flags import flag
 
@@ -107,6 +109,7 @@ class EngineConfig:
     tp: int = flag(1, "ranks that share each attention layer", "--tensor-parallel-size", "--tp-size", "-tp")
     attn_dp_size: int = flag(1, "attention groups, each with requests and a cache of its own")
     ep: int = flag(1, "groups that split the experts; a divisor of tp * attn_dp_size", "--ep-size")
+    expert_exchange: str = flag("auto", "how tokens get to the ranks of their experts; auto: gather, unless measured slower", choices=TOKEN_WAYS)  # fmt: skip  # noqa: E501
     max_model_len: int = flag(0, "longest prompt and answer together; 0: the model's", "--context-length", within=(0, 2**31))  # fmt: skip  # noqa: E501
     kv_cache_dtype: str = flag("auto", "of cached keys and values; auto: the weights'", choices=("auto", "bf16", "fp16", "fp32", "e4m3"), words=PEERS_DTYPES | {"fp8": "e4m3", "fp8_e4m3": "e4m3"})  # fmt: skip  # noqa: E501
     fp8_math: bool = flag(False, "latent attention over an e4m3 cache may round queries and softmax weights to e4m3, too")  # fmt: skip  # noqa: E501
@@ -165,3 +168,8 @@ def drafting(config: EngineConfig) -> bool:
             given = getattr(config, f"speculative_{name}")
             raise ArgumentError("engine", f"speculative_{name}", repr(given), accepted)
     return how != "none"
+
+
+def ranks_of(config: EngineConfig) -> Ranks:
+    """Return the ranks that an engine is split over."""
+    return Ranks(config.tp, config.attn_dp_size, config.ep, expert_exchange=config.expert_exchange)

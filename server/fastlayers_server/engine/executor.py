@@ -178,7 +178,7 @@ class TorchExecutor:
         self.extending.pages = self.decoding.pages
         self.special = SpecialDraws(sampler, self.decoding.table, config.max_model_len)
         # Two ticks are in flight at most, and each of these has room for four.
-        across = getattr(model, "seam", None) or getattr(model, "moves", None)
+        across = next(filter(None, (getattr(model, name, None) for name in ("seam", "moves", "token_moves"))), None)
         late = across.status if across is not None else None
         self._rows_out, self._chunks_out = Outbox(running, device, late), Outbox(running, device, late)
         self._verify_out = Outbox(max(1, self.verify_tokens), device, late)

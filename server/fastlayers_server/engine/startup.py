@@ -15,7 +15,6 @@ import msgspec
 import torch
 
 import fastlayers as fl
-from fastlayers.comm.ranks import Ranks
 from fastlayers.errors import ArgumentError
 from fastlayers.layer import Layer
 from fastlayers.registry import registry
@@ -23,7 +22,7 @@ from fastlayers.runtime.compile_log import CompileWatch, stop_watching
 from fastlayers.sampler.layer import Sampler
 from fastlayers_models.find import TINY, assets, find
 from fastlayers_server.engine.child import Phase
-from fastlayers_server.engine.config import EngineConfig, SchedulerConfig, drafting
+from fastlayers_server.engine.config import EngineConfig, SchedulerConfig, drafting, ranks_of
 from fastlayers_server.engine.executor import TorchExecutor
 from fastlayers_server.engine.grammar import GrammarMasks, tokenizer_info
 from fastlayers_server.engine.loop import Engine
@@ -190,7 +189,7 @@ def load_model(config: EngineConfig, said: Callable[[str], None] = lambda part: 
     options: dict[str, Any] = {"page_size": config.page_size, "kv_dtype": cache}
     options |= {"fp8_math": True} if config.fp8_math else {}
     if config.tp * config.attn_dp_size > 1:
-        options["parallel"], device = Ranks(config.tp, config.attn_dp_size, config.ep).join(device)
+        options["parallel"], device = ranks_of(config).join(device)
     if config.load_format != "dummy":
         return AutoModel.from_pretrained(model_folder(config.model), dtype=dtype, device=device, **options)
     dtype = torch.bfloat16 if dtype == "auto" else dtype

@@ -24,6 +24,7 @@ from fastlayers.registry.layers import COLLECTIVES
 if TYPE_CHECKING:
     from fastlayers.comm.triton_exchange import Exchange
     from fastlayers.comm.triton_push import PushSum
+    from fastlayers.comm.triton_tokens import TokenExchange
     from fastlayers.registry import Backend
 
 log = logging.getLogger(__name__)
@@ -151,6 +152,8 @@ class Workspace:
         For few rows.
     exchange : Exchange or None
         For many rows, where it was asked for.
+    tokens : TokenExchange or None
+        For tokens to their experts, where it was asked for.
     phases : dict of str to float
         What making it took, in seconds.
     """
@@ -159,6 +162,7 @@ class Workspace:
     arena: Arena | None = None
     push: PushSum | None = None
     exchange: Exchange | None = None
+    tokens: TokenExchange | None = None
     phases: Mapping[str, float] = field(default_factory=dict)
     _packages: dict[str, Any] = field(default_factory=dict, repr=False)
     _tried: set[str] = field(default_factory=set, repr=False)
@@ -211,6 +215,7 @@ class Workspace:
         rows: int | None = None,
         share: int = 0,
         normed: bool = False,
+        tokens: tuple[int, int, int] | None = None,
         deadline_s: float = 30.0,
     ) -> Workspace:
         """Return the workspace of an axis; collective, equal arguments on all ranks.
@@ -227,6 +232,8 @@ class Workspace:
             Most rows of one rank in a reduce-scatter or all-gather; 0: none are made.
         normed : bool
             Whether rows are normed between the two; see :func:`~fastlayers.comm.triton_exchange.way_of`.
+        tokens : tuple of int, optional
+            Experts of all ranks, experts of a token, and most tokens of one rank that go to their experts.
         deadline_s : float
         """
         phases = Phases()
@@ -242,6 +249,11 @@ class Workspace:
         programs, chunk = way_of(share, normed)
         wanted = PushSum.nbytes_for(axis.size, hidden_size, dtype, slots)
         wanted += Exchange.nbytes_for(axis.size, hidden_size, dtype, share, programs) if share else 0
+        if tokens is not None:
+            from fastlayers.comm.triton_tokens import TokenExchange
+
+            experts, top_k, most = tokens
+            wanted += TokenExchange.nbytes_for(axis.size, hidden_size, top_k, dtype, most)
         phases.end("imported")
         try:
             arena = SymmArena(axis, wanted, device, deadline_s, phases)
@@ -250,5 +262,6 @@ class Workspace:
             return Workspace(Fabric(axis.size, str(error)), phases=phases)
         push = PushSum(arena, hidden_size, dtype, slots)
         exchange = Exchange(arena, hidden_size, dtype, share, programs, chunk) if share else None
+        routed = TokenExchange(arena, hidden_size, experts, top_k, dtype, most) if tokens is not None else None
         arena.ready()
-        return Workspace(fabric, arena, push, exchange, phases)
+        return Workspace(fabric, arena, push, exchange, routed, phases)

@@ -92,6 +92,8 @@ class Shard:
 REPLICATED = Shard()
 MOST_RANKS = 65_536  # beyond any machine: each rank lists all others
 AXES = ("tp", "attn_tp", "attn_dp", "ep", "moe_tp")
+# How tokens get to the ranks that have their experts, see :mod:`fastlayers.comm.token_moves`.
+TOKEN_WAYS = ("auto", "gather", "exchange")
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ class ParallelSpec:
     """The rank grid as one process sees it; see the table at the head of this file.
 
     ``eplb``: experts lie in slots of which there may be more than experts, and move as their loads change; ``None``:
-    each rank of ``ep`` has an equal run of them.
+    each rank of ``ep`` has an equal run of them. ``expert_exchange``: how tokens get to their experts, one of
+    :data:`TOKEN_WAYS`; ``"auto"`` is ``"gather"`` where nothing else was measured to be quicker.
     """
 
     tp: Axis = SINGLE
@@ -108,11 +111,13 @@ class ParallelSpec:
     ep: Axis = SINGLE
     moe_tp: Axis = SINGLE
     eplb: EplbConfig | None = None
+    expert_exchange: str = "auto"
 
     def __post_init__(self) -> None:
         axes = {name: getattr(self, name) for name in AXES}
         check_kind("ParallelSpec", Axis, **axes)
         check_kind("ParallelSpec", EplbConfig | None, eplb=self.eplb)
+        check_choice("ParallelSpec", "expert_exchange", self.expert_exchange, TOKEN_WAYS)
         for outer, inner in (("attn_dp", "attn_tp"), ("ep", "moe_tp")):
             a, b = axes[outer], axes[inner]
             if (a.size * b.size, a.rank * b.size + b.rank) != (self.tp.size, self.tp.rank):

@@ -13,8 +13,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from fastlayers import env
-from fastlayers.comm.parallel import MOST_RANKS, ParallelSpec
-from fastlayers.errors import ArgumentError, check_device, check_fields, check_kind, check_positive
+from fastlayers.comm.parallel import MOST_RANKS, TOKEN_WAYS, ParallelSpec
+from fastlayers.errors import ArgumentError, check_choice, check_device, check_fields, check_kind, check_positive
 from fastlayers.moe.placement.planner import EplbConfig
 
 if TYPE_CHECKING:
@@ -38,6 +38,10 @@ class Ranks:
         Groups over which whole experts are dealt out; a divisor of ``tp * dp``.
     eplb : EplbConfig, optional
         Redundant experts, and how experts move between ranks as their loads change; default: each has its place.
+    expert_exchange : str
+        How tokens get to the ranks that have their experts: ``"gather"`` (all rows to all ranks, sums scattered),
+        ``"exchange"`` (a token to the ranks of its experts; each of them whole on one rank, ``ep = tp * dp``), or
+        ``"auto"``: the exchange where it was measured to be quicker between such ranks, else the gather.
 
     Examples
     --------
@@ -52,11 +56,13 @@ class Ranks:
     dp: int = 1
     ep: int = 1
     eplb: EplbConfig | None = None
+    expert_exchange: str = "auto"
 
     def __post_init__(self) -> None:
         check_fields("Ranks", self)
         check_positive("Ranks", tp=self.tp, dp=self.dp, ep=self.ep)
         check_kind("Ranks", EplbConfig | None, eplb=self.eplb)
+        check_choice("Ranks", "expert_exchange", self.expert_exchange, TOKEN_WAYS)
         if self.processes > MOST_RANKS:
             raise ArgumentError("Ranks", "tp * dp", self.processes, f"at most {MOST_RANKS}")
         if self.processes % self.ep:
@@ -97,7 +103,7 @@ class Ranks:
             accepted = f"{self.processes}: torchrun --nproc-per-node {self.processes} …"
             raise ArgumentError("Ranks", "processes", world, accepted)
         if world == 1:
-            return ParallelSpec(eplb=self.eplb), place
+            return ParallelSpec(eplb=self.eplb, expert_exchange=self.expert_exchange), place
         if place.type == "cuda":
             if local >= torch.cuda.device_count():
                 given = f"{torch.cuda.device_count()} GPUs on this host"
@@ -111,7 +117,8 @@ class Ranks:
             else:
                 dist.init_process_group("gloo", timeout=TIMEOUT)
         mesh = dist.device_mesh.init_device_mesh(place.type, (world,))
-        return replace(ParallelSpec.from_mesh(mesh, attn_dp=self.dp, ep=self.ep), eplb=self.eplb), place
+        spec = ParallelSpec.from_mesh(mesh, attn_dp=self.dp, ep=self.ep)
+        return replace(spec, eplb=self.eplb, expert_exchange=self.expert_exchange), place
 
     @staticmethod
     def leave() -> None:

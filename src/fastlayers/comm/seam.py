@@ -29,18 +29,20 @@ SHARE = 512
 SPREAD_ROWS = {2: 8192}
 
 
-def _connected(parallel: ParallelSpec, device: torch.device) -> bool:
+def connected(parallel: ParallelSpec, device: torch.device) -> bool:
     """Return whether rows cross ranks in kernels at all: over Gloo they are called one by one in any case."""
     import torch.distributed as dist
 
     return parallel.tp.size > 1 and device.type == "cuda" and isinstance(parallel.tp.group, dist.ProcessGroup)
 
 
-def _status(workspace: Workspace | None) -> torch.Tensor | None:
+def status_of(workspace: Workspace | None) -> torch.Tensor | None:
+    """Return what a kernel of a workspace sets that has waited for a rank in vain."""
     return workspace.arena.status if workspace is not None and workspace.arena is not None else None
 
 
-def _evidence(*layers: RankLayer) -> list[str]:
+def evidence_of(*layers: RankLayer) -> list[str]:
+    """Return on what layers were chosen, each line once."""
     return list(dict.fromkeys(f"{layer.choice}: {layer.choice.evidence}" for layer in layers))
 
 
@@ -57,17 +59,23 @@ class Moves:
         trust(self.gather, self.scatter)
 
     @staticmethod
-    def make(parallel: ParallelSpec, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Moves | None:
-        """Return the moves of a model, or ``None`` where its rows take other ways; collective where it is not."""
-        if parallel.attn_dp.size == 1 or parallel.attn_tp.size > 1 or not _connected(parallel, device):
+    def make(
+        parallel: ParallelSpec, hidden_size: int, dtype: torch.dtype, device: torch.device,
+        tokens: tuple[int, int, int] | None = None,
+    ) -> Moves | None:  # fmt: skip
+        """Return the moves of a model, or ``None`` where its rows take other ways; collective where it is not.
+
+        ``tokens``: as for :meth:`Workspace.make`.
+        """
+        if parallel.attn_dp.size == 1 or parallel.attn_tp.size > 1 or not connected(parallel, device):
             return None
-        workspace = Workspace.make(parallel.tp, hidden_size, dtype, device, rows=1, share=SHARE)
+        workspace = Workspace.make(parallel.tp, hidden_size, dtype, device, rows=1, share=SHARE, tokens=tokens)
         return Moves(parallel, workspace, hidden_size, dtype, device)
 
     @property
     def status(self) -> torch.Tensor | None:
         """As of :class:`Seam`."""
-        return _status(self.workspace)
+        return status_of(self.workspace)
 
     @property
     def chosen(self) -> dict[str, str]:
@@ -77,7 +85,7 @@ class Moves:
     @property
     def evidence(self) -> list[str]:
         """As of :class:`Seam`."""
-        return _evidence(self.gather, self.scatter)
+        return evidence_of(self.gather, self.scatter)
 
 
 class Seam:
@@ -107,7 +115,7 @@ class Seam:
     @property
     def status(self) -> torch.Tensor | None:
         """What a kernel sets that has waited for a rank in vain, see :class:`Arena`; ``None`` without an arena."""
-        return _status(self.workspace)
+        return status_of(self.workspace)
 
     @property
     def chosen(self) -> dict[str, str]:
@@ -120,7 +128,7 @@ class Seam:
     @property
     def evidence(self) -> list[str]:
         """On what each operator was chosen; ``fl.explain`` of a model shows it."""
-        return _evidence(self.all_reduce, *self._norms.values())
+        return evidence_of(self.all_reduce, *self._norms.values())
 
     @property
     def spread_rows(self) -> range:
@@ -137,16 +145,19 @@ class Seam:
 
     @staticmethod
     def make(
-        parallel: ParallelSpec, hidden_size: int, dtype: torch.dtype, device: torch.device, rows: int | None = None
-    ) -> Seam | None:
+        parallel: ParallelSpec, hidden_size: int, dtype: torch.dtype, device: torch.device, rows: int | None = None,
+        tokens: tuple[int, int, int] | None = None,
+    ) -> Seam | None:  # fmt: skip
         """Return the seam of a model, or ``None`` where none of its norms follows a sum over ranks.
 
-        Collective where it is not ``None``. ``rows``: as for :meth:`Workspace.make`.
+        Collective where it is not ``None``. ``rows``, ``tokens``: as for :meth:`Workspace.make`.
         """
-        if parallel.attn_dp.size > 1 or not _connected(parallel, device):
+        if parallel.attn_dp.size > 1 or not connected(parallel, device):
             return None
         share = SPREAD_ROWS.get(parallel.tp.size, 0) // parallel.tp.size
-        workspace = Workspace.make(parallel.tp, hidden_size, dtype, device, rows=rows, share=share, normed=True)
+        workspace = Workspace.make(
+            parallel.tp, hidden_size, dtype, device, rows=rows, share=share, normed=True, tokens=tokens
+        )
         return Seam(parallel, workspace, hidden_size, dtype, device)
 
     def sum_norm(self, norm: Any, *, spread: bool = False) -> SumNorm | None:

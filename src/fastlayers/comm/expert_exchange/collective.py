@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from fastlayers.comm.collectives import collectives
@@ -20,12 +22,20 @@ class CollectiveExpertExchange:
     def __init__(self, cfg: ExpertExchangeConfig) -> None:
         self.over, self.local = collectives(cfg.axis), cfg.num_experts // cfg.axis.size
 
-    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Tokens:
-        """Return all rows, with the ids that are this rank's."""
-        everyones = own_part(self.over.all_gather(ids), self.over.all_gather(weights), self.over.rank, self.local)
-        return self.over.all_gather(x), *everyones
+    def dispatch(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, sizes: Sequence[int] | None = None
+    ) -> Tokens:
+        """Return all rows, with the ids that are this rank's; ``sizes``: tokens of each rank, where they differ."""
+        rows, everyones, theirs = (
+            self.over.all_gather(each) if sizes is None else self.over.all_gather_variable(each, sizes)
+            for each in (x, ids, weights)
+        )
+        return rows, *own_part(everyones, theirs, self.over.rank, self.local)
 
-    def combine(self, partial: torch.Tensor, local_ids: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def combine(
+        self, partial: torch.Tensor, local_ids: torch.Tensor, ids: torch.Tensor, sizes: Sequence[int] | None = None
+    ) -> torch.Tensor:
         """Return the own rows of the sum."""
         took = (local_ids >= 0).any(-1, keepdim=True)
-        return self.over.reduce_scatter(torch.where(took, partial, 0))
+        masked = torch.where(took, partial, 0)
+        return self.over.reduce_scatter(masked) if sizes is None else self.over.reduce_scatter_variable(masked, sizes)

@@ -5,11 +5,12 @@
     combine    y[T,H] = Σ over ranks of partial[rank·T + t]    (fp32, in rank order, rounded once)
 
 A row whose ids are all -1 has no meaning, and its partial row is not read: only what a rank's experts take is sent.
+Where ranks bring unequal numbers of tokens, all rows are gathered and sums scattered, by sizes that the host knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,8 +71,8 @@ class ExpertExchange(RankLayer):
 
     Notes
     -----
-    Every rank makes the same calls with the same number of tokens. Capture-safe where the backend is. Source: DeepEP's
-    dispatch and combine, with fixed slots instead of counts.
+    Every rank makes the same calls, with the same number of tokens or the same ``sizes``. Capture-safe where the
+    backend is and numbers are equal. Source: DeepEP's dispatch and combine, with fixed slots instead of counts.
     """
 
     rows, config = EXPERT_EXCHANGE, ExpertExchangeConfig
@@ -91,8 +92,11 @@ class ExpertExchange(RankLayer):
         Layer.__init__(self)
         cfg = ExpertExchangeConfig(axis, hidden_size, num_experts=num_experts, top_k=top_k)
         self.connect(cfg, workspace, device, dtype, backend)
+        self.ragged = EXPERT_EXCHANGE.named("nccl").load()(self.cfg)
 
-    def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Tokens:
+    def dispatch(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, sizes: Sequence[int] | None = None
+    ) -> Tokens:
         """Return rows ``[n * T, H]``, local ids int32 and weights fp32 ``[n * T, K]``, of all ranks' tokens.
 
         Parameters
@@ -101,19 +105,26 @@ class ExpertExchange(RankLayer):
         topk_ids : int32 Tensor ``[T, K]``
             Of all experts; -1: none.
         topk_weights : fp32 Tensor ``[T, K]``
+        sizes : sequence of int, optional
+            Tokens of each rank, where they are not equal: then there are ``sum(sizes)`` rows instead of ``n * T``.
         """
         cfg = self.cfg
-        self.check_rows(x)
-        shape = (x.shape[0], cfg.top_k)
-        check_tensor("ExpertExchange", "topk_ids", topk_ids, shape=shape, dtype=torch.int32, device=x.device)
-        check_tensor("ExpertExchange", "topk_weights", topk_weights, shape=shape, dtype=torch.float32, device=x.device)
+        if not self.trusted:
+            self.check_rows(x)
+            shape, where = (x.shape[0], cfg.top_k), x.device
+            check_tensor("ExpertExchange", "topk_ids", topk_ids, shape=shape, dtype=torch.int32, device=where)
+            check_tensor("ExpertExchange", "topk_weights", topk_weights, shape=shape, dtype=torch.float32, device=where)
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             self.refuse_grad(x=x, topk_weights=topk_weights)
+        if sizes is not None and len(set(sizes)) > 1:
+            return self.ragged.dispatch(x, topk_ids, topk_weights, sizes)
         self.check_order(x)
         found: Tokens = self.ladder.pick(x.shape[0]).dispatch(x, topk_ids.contiguous(), topk_weights.contiguous())
         return found
 
-    def combine(self, partial: torch.Tensor, local_ids: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+    def combine(
+        self, partial: torch.Tensor, local_ids: torch.Tensor, topk_ids: torch.Tensor, sizes: Sequence[int] | None = None
+    ) -> torch.Tensor:
         """Return ``[T, H]`` of the own tokens.
 
         Parameters
@@ -124,12 +135,19 @@ class ExpertExchange(RankLayer):
             As :meth:`dispatch` returned them.
         topk_ids : int32 Tensor ``[T, K]``
             As given to it.
+        sizes : sequence of int, optional
+            As given to it.
         """
         cfg, rows = self.cfg, self.cfg.axis.size * topk_ids.shape[0]
-        check_tensor("ExpertExchange", "partial", partial, shape=(rows, cfg.hidden_size), dtype=cfg.dtype)
-        check_tensor("ExpertExchange", "local_ids", local_ids, shape=(rows, cfg.top_k), dtype=torch.int32)
+        uneven = sizes is not None and len(set(sizes)) > 1
+        if not self.trusted:
+            rows = sum(sizes) if uneven and sizes is not None else rows
+            check_tensor("ExpertExchange", "partial", partial, shape=(rows, cfg.hidden_size), dtype=cfg.dtype)
+            check_tensor("ExpertExchange", "local_ids", local_ids, shape=(rows, cfg.top_k), dtype=torch.int32)
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             self.refuse_grad(partial=partial)
+        if uneven:
+            return self.ragged.combine(partial, local_ids, topk_ids, sizes)
         self.check_order(partial)
         impl = self.ladder.pick(topk_ids.shape[0])
         found: torch.Tensor = impl.combine(partial.contiguous(), local_ids, topk_ids.contiguous())
@@ -137,8 +155,8 @@ class ExpertExchange(RankLayer):
 
     def forward(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor,
-        experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+        experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor], sizes: Sequence[int] | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Return what all experts make of the own tokens; ``experts(rows, local ids, weights)`` are this rank's."""
-        rows, local_ids, weights = self.dispatch(x, topk_ids, topk_weights)
-        return self.combine(experts(rows, local_ids, weights), local_ids, topk_ids)
+        rows, local_ids, weights = self.dispatch(x, topk_ids, topk_weights, sizes)
+        return self.combine(experts(rows, local_ids, weights), local_ids, topk_ids, sizes)

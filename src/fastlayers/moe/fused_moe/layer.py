@@ -388,7 +388,9 @@ class FusedMoE(Layer):
             names = [self.names.shared.format(part=part) for part in parts]
             yield from slots_of(names, self.cfg.num_experts, count)
 
-    def forward(self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *, local: bool = False
+    ) -> torch.Tensor:
         """Return the weighted sum of each token's experts.
 
         Parameters
@@ -399,6 +401,9 @@ class FusedMoE(Layer):
         topk_ids : int32 Tensor ``[T, k]``
             Global expert numbers (with a placement: slots); anything outside ``[0, num_experts)`` (-1: padding) adds
             nothing.
+        local : bool
+            Whether ids are of this rank's experts, from 0 on, as :class:`~fastlayers.comm.expert_exchange.layer.
+            ExpertExchange` returns them.
 
         Returns
         -------
@@ -415,14 +420,14 @@ class FusedMoE(Layer):
         if self.cfg.quant != "none" and (torch.is_grad_enabled() or forward_ad._current_level >= 0):
             self.refuse_grad(hidden_states=hidden_states, topk_weights=topk_weights)
         # Ids of other ranks land outside [0, E) and are dropped by the backend, which never indexes with them.
-        local = topk_ids if self.expert_slice.start == 0 else self._local_ids(topk_ids)
+        own = topk_ids if local or self.expert_slice.start == 0 else self._local_ids(topk_ids)
         core = self.ladder.single or self.ladder.pick(hidden_states.shape[0])
         packed, held = self.packed, self._biases
         if packed is None or not (
             held is None or (not torch.compiler.is_compiling() and held.counter._version == held.at)
         ):
             packed = self._packed()
-        y: torch.Tensor = core(hidden_states, topk_weights, local, packed)
+        y: torch.Tensor = core(hidden_states, topk_weights, own, packed)
         return y
 
     def _check(self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
