@@ -26,6 +26,7 @@ from fastlayers.comm.board import Board
 from fastlayers.comm.collectives import collectives
 from fastlayers.comm.padding import StepTokens
 from fastlayers.comm.ranks import TIMEOUT
+from fastlayers.comm.trail import TRAIL, name_difference
 from fastlayers.errors import ArgumentError
 from fastlayers.runtime.graphs import bucket_of
 from fastlayers.sampler.layer import MODES
@@ -35,7 +36,7 @@ from fastlayers_models.rows import Pending
 from fastlayers_models.step import ModelStep, Part
 
 IDLE, DECODE, EXTEND = 0, 1, 2
-_INTENT = struct.Struct("<4q")
+_INTENT = struct.Struct("<5q")
 
 
 class Intent(NamedTuple):
@@ -108,20 +109,44 @@ class GroupStep(ModelStep):
         axis = self.model.parallel.attn_dp
         self._groups, self._together = collectives(axis), Together(self.model)
         self._board = Board.make(axis, TIMEOUT.total_seconds())
+        TRAIL.take(axis)  # what ranks called before is nobody's order
         self.extend_buckets = ExtendBuckets((), ())
 
     def exchange(self, intent: Intent) -> list[Intent]:
         """Return what all groups would do, in order of their ranks; waits for them.
 
+        What ranks called between each other since the exchange before is compared beside it.
+
         Raises
         ------
+        CollectiveOrderError
+            That differs; on all ranks.
         RankLostError
             A rank of this host is gone.
         """
+        axis = self.model.parallel.attn_dp
+        value, told = TRAIL.take(axis)
         if self._board is not None:
-            return [Intent(*_INTENT.unpack(each)) for each in self._board.exchange(_INTENT.pack(*intent))]
-        mine = torch.tensor([intent], dtype=torch.int64, device=self.model.device)
-        return [Intent(*each) for each in self._groups.all_gather(mine).tolist()]
+            found = [_INTENT.unpack(each) for each in self._board.exchange(_INTENT.pack(*intent, value))]
+        else:
+            mine = torch.tensor([[*intent, value]], dtype=torch.int64, device=self.model.device)
+            found = self._groups.all_gather(mine).tolist()
+            TRAIL.take(axis)  # this exchange is no call of a step
+        if any(each[-1] != value for each in found):
+            self._name_difference(told())
+        return [Intent(*each[:-1]) for each in found]
+
+    def _name_difference(self, told: str) -> None:
+        """Raise what the ranks of all groups called differently; on all of them."""
+        axis = self.model.parallel.attn_dp
+        if self._board is not None:
+            every = [each.decode() for each in self._board.exchange(told.encode())]
+        else:
+            import torch.distributed as dist
+
+            every = [""] * axis.size
+            dist.all_gather_object(every, told, group=axis.group)
+        name_difference(axis, every)
 
     def of_all_groups(self, outputs: list[list[int]]) -> list[list[int]]:
         """Return the outputs of all groups' requests: request ``i`` is group ``i % groups``'s."""

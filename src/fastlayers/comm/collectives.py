@@ -27,6 +27,7 @@ from torch.autograd import forward_ad
 from fastlayers import env
 from fastlayers.comm.parallel import Axis
 from fastlayers.comm.processes import lost
+from fastlayers.comm.trail import TRAIL
 from fastlayers.errors import ArgumentError, check_kind
 from fastlayers.gradients import refuse
 
@@ -137,6 +138,7 @@ class TorchCollectives(Collectives):
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             self._refuse_grad("all_reduce_", x)
         x = x.contiguous()
+        TRAIL.note("all_reduce", self.axis, x.shape, x.dtype)
         self._call(dist.all_reduce, x)
         return x
 
@@ -144,6 +146,7 @@ class TorchCollectives(Collectives):
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             self._refuse_grad("all_gather", x)
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
+        TRAIL.note("all_gather", self.axis, x.shape, x.dtype)
         self._call(_gather_into, out, x.contiguous())
         return out
 
@@ -151,6 +154,7 @@ class TorchCollectives(Collectives):
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             self._refuse_grad("reduce_scatter", x)
         out = x.new_empty((self._equal_part("reduce_scatter", x), *x.shape[1:]))
+        TRAIL.note("reduce_scatter", self.axis, x.shape, x.dtype)
         self._call(_scatter_into, out, x.contiguous())
         return out
 
@@ -161,6 +165,8 @@ class TorchCollectives(Collectives):
         if len(set(sizes)) == 1:
             return self.all_gather(x)
         out = x.new_empty((sum(sizes), *x.shape[1:]))
+        # Each rank brings its own number of rows.
+        TRAIL.note("all_gather_variable", self.axis, x.shape[1:], x.dtype, sizes)
         self._call(dist.all_gather, list(out.split(list(sizes))), x.contiguous())
         return out
 
@@ -171,6 +177,7 @@ class TorchCollectives(Collectives):
         if len(set(sizes)) == 1:
             return self.reduce_scatter(x)
         out = x.new_empty((sizes[self.rank], *x.shape[1:]))
+        TRAIL.note("reduce_scatter_variable", self.axis, x.shape, x.dtype, sizes)
         self._call(dist.reduce_scatter, out, list(x.contiguous().split(list(sizes))))
         return out
 

@@ -16,6 +16,7 @@ from fastlayers.comm import ladders
 from fastlayers.comm.collectives import by_nccl, collectives
 from fastlayers.comm.fabric import PACKAGES
 from fastlayers.comm.parallel import Axis
+from fastlayers.comm.trail import TRAIL
 from fastlayers.device import Device, as_device
 from fastlayers.env import triton_interpret
 from fastlayers.errors import ArgumentError, check_kind, check_positive, check_tensor
@@ -223,9 +224,11 @@ class RankLayer(Layer):
         self._order = getattr(self.over, "order", None)
 
     def check_order(self, x: torch.Tensor) -> None:
-        """Compare this call with those of the other ranks, under ``FASTLAYERS_DEBUG``."""
+        """Note this call, or under ``FASTLAYERS_DEBUG`` compare it with those of the other ranks."""
         if self._order is not None:
             self._order.check(self.cfg.layer, self.cfg.axis, x)
+        else:
+            TRAIL.note(self.cfg.layer, self.cfg.axis, x.shape, x.dtype)
 
     def check_rows(self, x: torch.Tensor) -> None:
         """Raise :class:`ArgumentError` unless ``x`` are rows of this layer."""

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fastlayers.comm.trail import TRAIL
 from fastlayers.errors import ArgumentError, CaptureError, as_integers, check_positive
 from fastlayers.runtime import compile_log
 from fastlayers.runtime.gc_pause import gc_pause
@@ -402,6 +403,7 @@ class CudaGraphs:
             raise ArgumentError("CudaGraphs.replay", "key", repr(key), f"a captured one: {list(self._graphs)}")
         self._graphs.move_to_end(key)
         captured.record.replays += 1
+        TRAIL.step("replay", key)
         captured.graph.replay()
         return captured.outputs
 
@@ -464,7 +466,7 @@ class CudaGraphs:
         """Capture while nothing is compiled; again if deep_gemm or flashinfer, here or in another process, did so."""
         for left in reversed(range(ATTEMPTS)):
             try:
-                with compile_log.forbidden(f"CUDA graph {key!r}"):
+                with compile_log.forbidden(f"CUDA graph {key!r}"), TRAIL.aside() as calls:
                     graph, outputs = self.runtime.capture(fn)
             except compile_log.QuietCompileError as error:
                 graph.reset()
@@ -476,6 +478,7 @@ class CudaGraphs:
                 undo()
             else:
                 break
+        TRAIL.step(f"capture {calls.digest():x}", key)
         return graph, outputs
 
     def _evict(self) -> None:
