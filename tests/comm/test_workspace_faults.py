@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from fastlayers.comm import fabric
+from fastlayers.comm.expert_exchange.cases import experts_of
+from fastlayers.comm.expert_exchange.layer import ExpertExchange
 from fastlayers.comm.fabric import Fabric, Workspace
 from fastlayers.comm.sum_norm.layer import SumNorm
 from fastlayers.comm.symmetric import SymmArena
@@ -95,3 +98,30 @@ def other_sizes(rank: Rank, folder: str) -> str:
 def test_ranks_ask_for_one_size(tmp_path: Path) -> None:
     wanted = "SymmArena: the ranks ask for [1024, 2048] bytes; accepted: one size on all ranks"
     assert world(2).run(other_sizes, str(tmp_path)) == [wanted] * 2
+
+
+def exchange(rank: Rank, folder: str) -> tuple[list[bool], list[str]]:
+    """Return whether tokens that go through a workspace come back with the bits of those that are gathered."""
+    own, axis = type("Own", (Mapped,), {"folder": folder}), rank.spec().tp
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fabric, "survey", lambda axis, device: Fabric(axis.size))
+        patch.setattr(fabric, "SymmArena", own)
+        made = Workspace.make(axis, 16, torch.float32, CPU, rows=1, share=4, tokens=(8, 2, 4))
+    ways = [
+        ExpertExchange(axis, 16, 8, 2, workspace=made, dtype=torch.float32, backend=name)
+        for name in ("triton_symm_mem", "gloo")
+    ]
+    generator, same = torch.Generator().manual_seed(rank.rank), []
+    for tokens, ragged in ((4, None), (0, None), (rank.rank * 3, (0, 3)), (3, None)):
+        x = torch.randn(tokens, 16, generator=generator)
+        ids = torch.rand(tokens, 8, generator=generator).topk(2).indices.int()
+        ids[1:2] = -1  # a row that pads
+        weights = torch.rand(tokens, 2, generator=generator)
+        there = partial(experts_of, rank.rank, 4)
+        one, other = (way(x, ids, weights, there, ragged) for way in ways)
+        same.append(torch.equal(one, other) and one.shape == x.shape)
+    return same, [way.choice.name for way in ways]
+
+
+def test_tokens_through_a_workspace(tmp_path: Path) -> None:
+    assert world(2).run(exchange, str(tmp_path)) == [([True] * 4, ["triton_symm_mem", "gloo"])] * 2
