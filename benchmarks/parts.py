@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 # Import names. Their first calls compile for a minute, so parts that are about something else do without.
 PACKAGES = ("deep_gemm", "flashinfer", "sgl_kernel")
-SERVER = ("aiohttp", "msgspec", "prometheus_client", "pydantic", "starlette", "uvicorn", "zmq")
+SERVER = ("aiohttp", "httptools", "msgspec", "prometheus_client", "pydantic", "starlette", "uvicorn", "zmq")
 PLAIN = (("FASTLAYERS_DISABLE", ",".join(PACKAGES)),)
 ALONE = (("FASTLAYERS_DISABLE", ",".join((*PACKAGES, "flash_attn_interface", "triton_kernels"))),)
 MODELS = ("qwen3_8b", "qwen3_30b_a3b", "gpt_oss_20b")
@@ -111,10 +111,10 @@ def _served() -> Iterator[Part]:
         yield Part(f"serve.{model}", command, result, took, target, needs, 1, PLAIN, quiet=True)
     command = "benchmarks/serve_rows.py Qwen/Qwen3-8B --switches --seconds 165 --log {dir}/server.log --out {out}"
     yield Part("serve.switches", command, "performance/serve.jsonl", 170, "13: row 9", SERVER, 1, PLAIN, quiet=True)
-    flags = "--switches lookup --seconds 120"
+    flags = "--switches lookup --seconds 200"
     command = f"benchmarks/serve_rows.py Qwen/Qwen3-8B {flags} --log {{dir}}/server.log --out {{out}}"
     target = "13: row 6, drafts where they do not help"
-    yield Part("serve.lookup", command, "performance/serve.jsonl", 80, target, SERVER, 1, PLAIN, quiet=True)
+    yield Part("serve.lookup", command, "performance/serve.jsonl", 160, target, SERVER, 1, PLAIN, quiet=True)
     command = "benchmarks/speculation.py Qwen/Qwen3-8B --batch 1 8 --trees 9 33 --kernels 14 --out {out}"
     yield Part(
         "speculation", command, "speculation_h200.jsonl", 85, "13: row 6, the verifying step", ("msgspec",), 1, PLAIN

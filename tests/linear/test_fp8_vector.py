@@ -122,7 +122,8 @@ def test_one_token_takes_vectors_by_rule_and_more_do_not() -> None:
     assert default_config(FP8LinearConfig(1000, 64), 1)["fused"] == 1
     for n, k in ((2112, 7168), (3072, 1536), (36864, 7168), (7168, 16384), (8, 16), (512, 7168)):
         found = [c for c in TritonFP8Linear.candidates(FP8LinearConfig(k, n), 1) if "ahead" in c]
-        assert found[0] == default_config(FP8LinearConfig(k, n), 1) and len(found) <= 9
+        # The longest rows run by another kernel unless a table says otherwise.
+        assert (found[0] == default_config(FP8LinearConfig(k, n), 1)) == (k <= 8192) and len(found) <= 9
         for each in found:
             assert 128 % each["n"] == 0 and each["k"] == 512 * each["warps"] and each["n"] * each["ahead"] <= 32, each
 

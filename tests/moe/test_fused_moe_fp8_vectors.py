@@ -87,15 +87,15 @@ def test_a_token_without_an_expert_here_is_zero() -> None:
     assert not y.any()
 
 
-def test_one_token_of_whole_groups_takes_vectors() -> None:
-    assert plan_for(1, V3, False).first.m == 0
-    assert plan_for(2, V3, False).first.m == plan_for(1, V3, True).first.m == 1
+def test_one_token_of_whole_groups_is_offered_vectors() -> None:
+    # The rule has none: what they gain was measured for one shape, whose table takes them.
+    assert plan_for(1, V3, False).first.m == plan_for(2, V3, False).first.m == plan_for(1, V3, True).first.m == 1
     for changed in ({"intermediate_size": 160}, {"hidden_size": 192}, {"dtype": torch.float32}, {"top_k": 16}):
         assert not any(config["m"] == 0 for config in candidates(replace(V3, **changed), 1)), changed
     for inner in (128, 256, 384, 768, 2048):
         cfg = replace(V3, intermediate_size=inner)
         plans = [plan for config in candidates(cfg, 1) if (plan := LaunchConfig.of(config)).first.m == 0]
-        assert 5 <= len(plans) <= 8 and plans[0] == plan_for(1, cfg, False)
+        assert 5 <= len(plans) <= 8
         for plan in plans:
             first, second = plan.first, plan.second
             # Rows of one block of scales; a value for each thread; whole tiles of whole groups.

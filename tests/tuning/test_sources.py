@@ -21,8 +21,9 @@ from fastlayers.tuning.sources import Definition, Sources, installed
 PACKAGE = Path(fl.__file__).parent
 # What launches kernels without being a backend of a layer: no tuned table holds their times.
 WITHOUT_TABLES = (
-    "fastlayers.comm.triton_exchange:Exchange", "fastlayers.comm.triton_push:PushSum",
-    "fastlayers.comm.triton_tokens:TokenExchange", "fastlayers.moe.placement.triton:TritonSlots",
+    "fastlayers.attention.mla.joined_heads:join_heads", "fastlayers.comm.triton_exchange:Exchange",
+    "fastlayers.comm.triton_push:PushSum", "fastlayers.comm.triton_tokens:TokenExchange",
+    "fastlayers.moe.placement.triton:TritonSlots",
     "fastlayers.patching.triton_dense:TritonDense", "fastlayers.patching.triton_turn:TritonTurn",
     "fastlayers.sampler.triton_drafts:settle_drafts",
 )  # fmt: skip

@@ -161,18 +161,20 @@ def vector_config(n: int, k: int, ahead: int) -> dict[str, int]:
 
 
 def _vector_rule(cfg: FP8LinearConfig) -> dict[str, int]:
-    """Return the vector kernel's parameters, as they were predicted: see benchmarks/notes/fp8_linear.md.
+    """Return the vector kernel's parameters: see benchmarks/notes/fp8_linear.md.
 
-    What a program quantises again it shares among its rows, so that there are eight of them unless programs are few.
+    What a program quantises again it shares among its rows, of which there are many unless programs are few.
     """
     n, columns = cfg.out_features, cfg.in_features
-    k = max(512, min(4096 if columns > 8192 else 2048, next_power_of_2(columns)))
-    return vector_config(8 if n >= 2048 else 4 if n >= 1024 else 2, k, min(2, cdiv(columns, k)))
+    if n >= 2048 and columns > 2304:
+        return vector_config(8, 4096, 1)
+    k = max(512, min(2048, next_power_of_2(columns)))
+    return vector_config(16 if n >= 2048 else 4 if n >= 1024 else 2, k, min(2, cdiv(columns, k)))
 
 
 def default_config(cfg: FP8LinearConfig, tokens: int) -> dict[str, int]:
     """Return kernel parameters by rule, where no table was measured: see benchmarks/notes/fp8_linear.md."""
-    if tokens == 1 and _fits_vector(cfg):
+    if tokens == 1 and _fits_vector(cfg) and cfg.in_features <= MOST_COLUMNS:
         return _vector_rule(cfg)
     n, blocks = cfg.out_features, cfg.grid[1]
     short, small_batch = blocks <= 16, tokens <= 2
@@ -211,6 +213,8 @@ def serves(config: Mapping[str, int], num_tokens: int) -> bool:
     return "ahead" not in config or num_tokens == 1
 
 
+# Longer rows of a weight run by the kernel for few tokens, which quantises less often.
+MOST_COLUMNS = 8192
 # Rows of the weight, columns and tiles ahead of the vector kernel's programs.
 VECTORS = (
     (8, 2048, 1),

@@ -98,8 +98,9 @@ def plan_for(tokens: int, cfg: FusedMoEConfig, wide: bool) -> LaunchConfig:
     if cfg.quant in WEIGHT_ONLY:
         return _packed_plan(pairs, small_batch, cfg, wide)
     if small_batch and not (wide and cfg.quant == "none"):
-        if tokens == 1 and not wide and takes_vectors(cfg):
-            return _fp8_vector_plans(cfg)[0] if cfg.quant == "fp8_block" else VECTORS
+        # Of FP8 weights tables take them where they were measured: with few columns the pairs' kernels are as fast.
+        if tokens == 1 and not wide and cfg.quant == "none" and takes_vectors(cfg):
+            return VECTORS
         return _pair_plan(pairs, cfg)
     average = -(-pairs // cfg.all_experts)
     if wide and cfg.quant == "none":
@@ -121,7 +122,7 @@ def plan_for(tokens: int, cfg: FusedMoEConfig, wide: bool) -> LaunchConfig:
 VECTORS = LaunchConfig(Tile(0, 2, 1024, 4, 2), Tile(0, 2, 256, 4, 1))
 
 
-# FP8: rows of each half, columns, warps and tiles ahead; outputs, warps and tiles ahead. Predicted, not measured: see
+# FP8: rows of each half, columns, warps and tiles ahead; outputs, warps and tiles ahead. See
 # benchmarks/notes/fused_moe_triton.md.
 _FP8_FIRST = (4, 2048, 4, 1), (8, 2048, 4, 1), (4, 1024, 4, 1), (2, 2048, 4, 1), (8, 1024, 4, 1)
 _FP8_SECOND = (16, 4, 18), (8, 4, 9), (16, 4, 9), (32, 4, 18)
