@@ -194,6 +194,8 @@ class Engine:
             drafts.prepare()
         now = self.clock()
         plan = scheduler.plan(now, drafts.draft if drafts is not None else None)
+        if drafts is not None:
+            plan.drafts = drafts.k
         if plan.empty:
             self._settle()
         else:

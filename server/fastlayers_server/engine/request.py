@@ -150,6 +150,8 @@ class TickPlan(msgspec.Struct, array_like=True):
         So many of the sampled chunks were committed before the rest.
     mixed : bool
         The rows are part of the chunks' extend.
+    drafts : int
+        So many tokens of each request were to be drafted; ``verify`` holds those that were.
     """
 
     tick: int
@@ -165,6 +167,7 @@ class TickPlan(msgspec.Struct, array_like=True):
     masked: bool = False
     early: int = 0
     mixed: bool = False
+    drafts: int = 0
 
     def complete(self, mixed: bool = False) -> None:
         """List who is drawn for, and who of them needs more than temperature and filters; ``mixed``: if it can be."""

@@ -4,7 +4,8 @@
     verify   each draft is kept if it is what the request draws there by its own seed: the text is that without drafts
     k        what makes Σ a^i (i = 0 … k) over the measured seconds of a tick largest; a: how often a draft is right
 
-k = 0 is among the candidates: then nothing is drafted and ticks overlap. Every :data:`PROBE`-th tick tries again.
+k = 0 is among the candidates: then nothing is drafted and ticks overlap. Whether drafts would be right is seen
+meanwhile of a few requests' tokens as they come (lookup), or tried every :data:`PROBE`-th tick (a draft layer).
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from fastlayers_server.engine.mtp import MTPDrafts
 
 PROBE = 50
+# What a tick of drafts costs, over one without, until it was measured: four rows to verify, and no overlap.
+UNSEEN = 1.25
+WATCHED = 4  # requests whose tokens lookup is compared with while nothing is drafted
 LONGEST, KEPT = 4, 4  # tokens of a suffix that are compared; places of a pair of tokens that are remembered
 SMOOTH = 0.1
 
@@ -60,6 +64,25 @@ class Lookups:
 
     def __init__(self) -> None:
         self._lookups: WeakKeyDictionary[Request, Lookup] = WeakKeyDictionary()
+        # Of watched requests: how many tokens were known, and the one that was thought to be next.
+        self._expected: WeakKeyDictionary[Request, tuple[int, Sequence[int]]] = WeakKeyDictionary()
+
+    def watch(self, rows: Sequence[Request]) -> tuple[int, int]:
+        """Return how many first drafts would have been right, and wrong, of requests that got tokens without any."""
+        right = wrong = 0
+        watched = [request for request in rows if request in self._expected][:WATCHED]
+        for request in watched:
+            known, draft = self._expected[request]
+            if len(request.tokens) > known:
+                hit = len(draft) > 0 and draft[0] == request.tokens[known]
+                right, wrong = right + hit, wrong + (not hit)
+                self._expected[request] = len(request.tokens), self.draft(request, 1)
+        for request in rows if len(watched) < WATCHED else ():
+            if request not in self._expected:
+                # One more a tick: all of its prompt is looked through.
+                self._expected[request] = len(request.tokens), self.draft(request, 1)
+                break
+        return right, wrong
 
     def rest(self) -> None:
         """Nothing is kept up."""
@@ -98,7 +121,7 @@ class Speculation:
         self._ticks += 1
         known = (running.bit_length(), 0) in self._seconds
         self.k = self._best(running) if known else 0
-        if not self.k and self._ticks % PROBE == 0:
+        if not self.k and self._ticks % PROBE == 0 and not isinstance(self.source, Lookups):
             self.k = min(2, self.max_k)
         if not self.k and known:
             self.source.rest()
@@ -113,8 +136,7 @@ class Speculation:
         base = self._seconds[size, 0]
         best, most = 0, 0.0
         for k in range(self.max_k + 1):
-            # What was never measured is thought to cost what drafting nothing costs: so it is tried.
-            seconds = self._seconds.get((size, k), base)
+            seconds = self._seconds.get((size, k), UNSEEN * base if k else base)
             gain = sum(self.acceptance**i for i in range(k + 1)) / seconds
             if gain > most:
                 best, most = k, gain
@@ -126,8 +148,11 @@ class Speculation:
 
     def observe(self, plan: TickPlan, result: TickResult, seconds: float) -> None:
         """Learn how many drafts were right, and what the tick took."""
-        k = self.k if plan.verify else 0
-        right, wrong = 0, len(plan.rows) if k else 0  # a row without a draft gains nothing from the tick
+        k = plan.drafts if plan.verify else 0
+        if plan.drafts:
+            right, wrong = 0, len(plan.rows)  # a row without a draft gains nothing from the tick
+        else:
+            right, wrong = self.source.watch(plan.rows) if isinstance(self.source, Lookups) else (0, 0)
         for chunk, tokens in zip(plan.verify, result.tokens[len(result.tokens) - len(plan.verify) :], strict=True):
             accepted = len(tokens) - 1
             right += accepted
@@ -138,10 +163,12 @@ class Speculation:
                 self.metrics.add("spec_accepted_tokens_total", str(position + 1))
         if right + wrong:
             self.acceptance += SMOOTH * (right / (right + wrong) - self.acceptance)
-        # Ticks overlap: what one takes is the time between the ends of two alike, without prompts.
+        # Ticks overlap: what one takes is the time between the ends of two alike, without prompts. Where drafts were
+        # wanted and nobody had one, nothing was verified, but nothing overlapped either.
         size, now = (len(plan.rows) + len(plan.verify)).bit_length(), self._clock()
-        before, self._before = self._before, (0 if plan.chunks else size, k, now)
-        if before[:2] == (size, k) and not plan.chunks:
+        counts = not plan.chunks and k == plan.drafts
+        before, self._before = self._before, (size if counts else 0, k, now)
+        if before[:2] == (size, k) and counts:
             taken = now - before[2]
             known = self._seconds.get((size, k), taken)
             self._seconds[size, k] = known + SMOOTH * (min(taken, 4 * known) - known)

@@ -250,10 +250,17 @@ def test_a_repetitive_prompt_takes_fewer_steps() -> None:
     assert metrics.counters["spec_drafts_total"][""] > 0
 
 
-def tick(k: int, accepted: int, rows: int = 1) -> tuple[TickPlan, TickResult]:
-    plan = TickPlan(1)
-    if not k:
-        plan.rows = [None] * rows  # type: ignore[list-item]
+class Known:
+    """A request as far as lookup looks at it."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+
+
+def tick(k: int, accepted: int, rows: int = 1, found: bool = True) -> tuple[TickPlan, TickResult]:
+    plan = TickPlan(1, drafts=k)
+    if not k or not found:
+        plan.rows = [Known([1]) for _ in range(rows)]  # type: ignore[misc]
         return plan, TickResult([[5]] * rows)
     plan.verify = [Chunk(None, 0, [5] * (k + 1), k + 1)] * rows  # type: ignore[arg-type]
     return plan, TickResult([[5] * (accepted + 1)] * rows)
@@ -276,6 +283,38 @@ def test_k_is_what_pays(right: float, cost: float, drafts: bool) -> None:
     share = sum(k > 0 for k in late) / len(late)
     assert share > 0.9 if drafts else share <= 1.5 / PROBE
     assert not drafts or max(late) == 4
+
+
+def test_what_nobody_finds_is_given_up_and_taken_up_when_text_repeats_itself() -> None:
+    """Nothing repeats: drafts end, so that ticks overlap; then it does, and drafts begin without a trial."""
+    now, rows = [0.0], [Known([100 * i, 100 * i + 1]) for i in range(1, 9)]
+    speculation = Speculation(Lookups(), 4, Metrics(), lambda: now[0])
+    wanted = []
+    for number in range(500):
+        k = speculation.k if speculation.wanted(len(rows)) else 0
+        wanted.append(k > 0)
+        plan, result = tick(k, 0, len(rows), found=False)
+        plan.rows = rows  # type: ignore[assignment]
+        for request in rows:  # eight that follow each other, or never one that was there
+            request.tokens.append(number % 8 if number >= 300 else 1000 * number + request.tokens[0])
+        # Where drafts are wanted nothing overlaps: that is no measure of ticks without drafts.
+        now[0] += 0.015 if k else 0.010
+        speculation.observe(plan, result, 0.0)
+    assert not any(wanted[40:300]), [i for i, each in enumerate(wanted) if each]
+    assert any(wanted[300:340])
+    assert speculation._seconds[4, 0] == pytest.approx(0.010)
+
+
+def test_a_few_requests_are_watched_and_each_once() -> None:
+    lookups, rows = Lookups(), [Known([5, 6, 7, 5, 6]) for _ in range(9)]
+    assert [lookups.watch(rows) for _ in range(6)] == [(0, 0)] * 6  # type: ignore[arg-type]
+    for request in rows:
+        request.tokens.append(7)
+    assert lookups.watch(rows) == (4, 0)  # type: ignore[arg-type]
+    rows[0].tokens.append(9)
+    rows[1].tokens += [5, 9]
+    assert lookups.watch(rows[:3]) == (1, 1)  # type: ignore[arg-type]
+    assert lookups.watch(rows[4:]) == (0, 0)  # type: ignore[arg-type]
 
 
 class Always(Speculation):
