@@ -412,5 +412,9 @@ HISTORY = {
     "host_by_machine_h200.jsonl": "host_time.* and cold_start.* on slower hosts, at the page's commit",
     "cutlass_boundary_h200.jsonl": "sgl_kernel's experts around 2,048 rows: among the rows of products since",
     "tp8_layer_ways_h200.jsonl": "launches of DeepSeek-V3's layer exchanged by turns; benchmarks/notes/tp8_layer.md",
+    "mla_chain_h200.jsonl": "latent attention in chains, sums of parts as before and as now; benchmarks/notes/mla.md",
+    "mla_columns_h200.jsonl": "latent attention with heads as columns of wgmma; benchmarks/notes/mla.md",
+    "fp8_vectors_experts_h200.jsonl": "one token's FP8 experts by vectors; benchmarks/notes/fused_moe_triton.md",
+    "fp8_vectors_linear_h200.jsonl": "one token's FP8 products by vectors; benchmarks/notes/fp8_linear.md",
     "serve_pace_h200.jsonl": "what servers did from commit to commit; serve.* measures today's",
 }
