@@ -40,7 +40,15 @@ from fastlayers.tuning.table import find
 from fastlayers_models.blocks import CausalLM, Decoder, DecoderLayer, ModelContext, SwiGLU
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.config import DeepseekConfig
-from fastlayers_models.experts import OwnRows, PlacedRows, of_experts, placement_of, quant_of_experts, routed_rows
+from fastlayers_models.experts import (
+    OwnRows,
+    PlacedRows,
+    exchanged_experts,
+    placement_of,
+    quant_of_experts,
+    route,
+    routed_rows,
+)
 from fastlayers_models.loading import load_model
 
 
@@ -159,7 +167,11 @@ class DeepseekMoE(nn.Module):
         """Return ``[T, D]``; rows that ``valid`` excludes cost no expert work."""
         held: Any = self._modules
         shared = held.get("shared_experts")
-        routed = of_experts(held["gate"], held["experts"], self.token_moves, x, valid)
+        experts = held["experts"]
+        if self.token_moves is None:
+            routed = experts(x, *route(held["gate"], x, valid, experts.placement))
+        else:
+            routed = exchanged_experts(held["gate"], experts, self.token_moves, x, valid)
         return routed if shared is None else routed + shared(x)
 
 

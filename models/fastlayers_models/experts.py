@@ -111,22 +111,17 @@ def route(router: fl.TopKRouter, x: torch.Tensor, valid: Any, placement: Any = N
     return topk_weights, topk_ids if valid is None else topk_ids.masked_fill(~valid[:, None], -1)
 
 
-def of_experts(
-    router: fl.TopKRouter, experts: fl.FusedMoE, moves: TokenMoves | None, x: torch.Tensor, rows: Any
+def exchanged_experts(
+    router: fl.TopKRouter, experts: fl.FusedMoE, moves: TokenMoves, x: torch.Tensor, rows: Any
 ) -> torch.Tensor:
-    """Return what routed experts make of ``x``: a partial sum over ``tp``, or with ``moves`` the whole of own rows.
+    """Return what routed experts, wherever they are, make of ``x``: own rows, whole.
 
     ``rows``: of :func:`routed_rows`.
     """
-    found: torch.Tensor
-    if moves is None:
-        topk_weights, topk_ids = route(router, x, rows, experts.placement)
-        found = experts(x, topk_weights, topk_ids)
-        return found
     if not isinstance(rows, OwnRows):
-        raise ArgumentError("of_experts", "valid", type(rows).__name__, "OwnRows, by which tokens are exchanged")
+        raise ArgumentError("exchanged_experts", "valid", type(rows).__name__, "OwnRows, by which tokens are exchanged")
     topk_weights, topk_ids = route(router, x, rows.valid, experts.placement)
-    found = moves.exchange(
+    found: torch.Tensor = moves.exchange(
         x, topk_ids, topk_weights, lambda there, ids, weights: experts(there, weights, ids, local=True), rows.sizes
     )
     return found

@@ -21,7 +21,7 @@ from fastlayers.errors import check_positive
 from fastlayers.quant.mxfp4.codes import groups_of
 from fastlayers_models.blocks import CausalLM, DecoderLayer, ModelContext
 from fastlayers_models.config import GQA_DECODER, GQADecoderConfig, Size, check_experts, layer_windows
-from fastlayers_models.experts import OwnRows, of_experts
+from fastlayers_models.experts import OwnRows, exchanged_experts, route
 from fastlayers_models.settings import MOST_POSITIONS, Setting
 
 # What transformers assumes where config.json does not say; the ramp of this YaRN is not rounded to whole dimensions.
@@ -138,7 +138,11 @@ class GptOssMoE(nn.Module):
     def forward(self, x: torch.Tensor, valid: torch.Tensor | OwnRows | None = None) -> torch.Tensor:
         """Return ``[T, D]``; rows that ``valid`` excludes cost no expert work."""
         held: Any = self._modules
-        return of_experts(held["router"], held["experts"], self.token_moves, x, valid)
+        experts = held["experts"]
+        if self.token_moves is not None:
+            return exchanged_experts(held["router"], experts, self.token_moves, x, valid)
+        found: torch.Tensor = experts(x, *route(held["router"], x, valid, experts.placement))
+        return found
 
 
 class GptOssLayer(DecoderLayer):

@@ -27,7 +27,7 @@ from fastlayers.errors import ArgumentError, check_positive
 from fastlayers_models.blocks import CausalLM, Decoder, DecoderLayer, ModelContext, SwiGLU
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.config import GQA_DECODER, GQADecoderConfig, Size, check_experts, layer_windows
-from fastlayers_models.experts import OwnRows, PlacedRows, of_experts, placement_of, quant_of_experts
+from fastlayers_models.experts import OwnRows, PlacedRows, exchanged_experts, placement_of, quant_of_experts, route
 from fastlayers_models.settings import COUNT, FLAG, MOST_POSITIONS, SIZE, Setting, read_settings, shown
 
 VL_TYPES = ("qwen2_5_vl", "qwen2_5_vl_text")
@@ -241,7 +241,11 @@ class QwenMoE(nn.Module):
     def forward(self, x: torch.Tensor, valid: torch.Tensor | PlacedRows | OwnRows | None = None) -> torch.Tensor:
         """Return ``[T, D]``; rows that ``valid`` excludes cost no expert work."""
         held: Any = self._modules
-        routed = of_experts(held["gate"], held["experts"], self.token_moves, x, valid)
+        experts = held["experts"]
+        if self.token_moves is None:
+            routed = experts(x, *route(held["gate"], x, valid, experts.placement))
+        else:
+            routed = exchanged_experts(held["gate"], experts, self.token_moves, x, valid)
         if self.shared_expert is None or self.shared_expert_gate is None:
             return routed
         return routed + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)

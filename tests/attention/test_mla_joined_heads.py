@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -61,6 +64,11 @@ def test_a_fault_shows(monkeypatch: pytest.MonkeyPatch) -> None:
         assert wrong(13, 3, 24, 8, torch.float32)
     monkeypatch.undo()
     assert not wrong(13, 3, 24, 8, torch.float32)
+
+
+def test_the_layer_needs_no_triton() -> None:
+    program = "import sys; sys.modules['triton'] = None; import fastlayers.attention.mla.layer"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 @pytest.mark.gpu

@@ -180,3 +180,9 @@ def test_one_token_of_real_experts_gpu(shared: int) -> None:
     plans = [LaunchConfig.of(config) for config in candidates(cfg, 1) if config["m"] == 0]
     assert plans[0] == plan_for(1, cfg, False)
     agree(cfg, plans, 1, "cuda", 20)
+
+
+def test_a_plan_lent_by_another_shape_serves_no_columns_that_are_no_whole_groups() -> None:
+    odd = TritonFusedMoE(replace(V3, intermediate_size=192), PLAN.config())
+    assert PLAN.first.m == 0 and odd._plan(1, False).first.m == 1
+    assert TritonFusedMoE(V3, PLAN.config())._plan(1, False).first.m == 0

@@ -43,6 +43,7 @@ SMALL = dict(
 MODELS = {
     "qwen3_8b": known_models.QWEN3_8B, "qwen3_30b": known_models.QWEN3_30B_A3B, "gpt_oss": known_models.GPT_OSS_20B
 }  # fmt: skip
+MODULES = (".gqa.triton", ".gqa.triton_decode", ".mla.triton", ".mla.wgmma", ".mla.gluon_columns", ".mla.triton_reduce")
 BATCH, CACHED, STEP = 256, 1 << 17, 1024  # requests, cached tokens of all, and new ones of a step
 
 
@@ -203,13 +204,13 @@ def test_kinds_are_those_of_what_is_launched(h200: None, name: str, monkeypatch:
     def launched(inputs: tuple[Any, ...]) -> set[Any]:
         kinds.seen.clear()
         layer(*inputs)
-        return {kind for kind in kinds.seen if kind[0].endswith((".gqa.triton", ".gqa.triton_decode", ".mla.triton"))}
+        return {kind for kind in kinds.seen if kind[0].endswith(MODULES)}
 
     warm = set()
     for step in of_each_kind(layer, state, 2048, BATCH, layer.rotary.max_position):
         x, cache = precompile._rows_and_cache(layer, step.num_tokens, 1)
         warm |= launched(arguments(layer, step, state, x, cache))
-    for count in (20, 100, 300, 2000) if layer.core_path else ():  # expanded keys of prompts, in each rung
+    for count in (4, 12, 20, 50, 100, 300, 2000) if layer.core_path else ():  # expanded keys of prompts, in each rung
         for inputs in _examples(layer, count):
             warm |= launched(inputs)
     for queries, prefixes in steps(80, layer.rotary.max_position, 5):

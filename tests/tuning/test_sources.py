@@ -95,7 +95,7 @@ def test_another_rule_makes_a_table_stale_and_another_way_to_write_it_does_not(
     tables = [tuning.read(path, layer, DESCRIBED["H200"]) for path in tuning.tables(layer, DESCRIBED["H200"])]
     table = next(table for table in tables if "triton" in table["metadata"]["rules"])
     # As a tuner would write it today; which tables were measured by another rule, doctor says.
-    table |= {"metadata": {"rules": staleness.rules(table, parse_shape(layer, table["cfg"]), [row])}}
+    table = table | {"metadata": {"rules": staleness.rules(table, parse_shape(layer, table["cfg"]), [row])}}
     assert tuning.changes(table, [row]) == ()
     own = row.load().candidates  # type: ignore[attr-defined]
 

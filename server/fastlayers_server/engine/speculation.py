@@ -70,6 +70,7 @@ class Lookups:
     def watch(self, rows: Sequence[Request]) -> tuple[int, int]:
         """Return how many first drafts would have been right, and wrong, of requests that got tokens without any."""
         right = wrong = 0
+        rows = [request for request in rows if not request.general]  # others may not draft
         watched = [request for request in rows if request in self._expected][:WATCHED]
         for request in watched:
             known, draft = self._expected[request]

@@ -24,7 +24,7 @@ import torch
 from fastlayers.comm.parallel import Axis
 from fastlayers.errors import CollectiveOrderError
 
-KEPT = 64  # calls that can be named
+KEPT, MOST_CODES = 64, 4096  # calls that can be named, and whose numbers are remembered
 _PRIME, _MASK = 1_000_003, (1 << 63) - 1
 STEPS = ()  # in place of ranks: captured steps, which all ranks replay
 
@@ -34,6 +34,8 @@ _codes: dict[Call, int] = {}
 
 def _code(call: Call) -> int:
     """Return the number of a call, the same in every process: Python's own hash of a word is not."""
+    if len(_codes) >= MOST_CODES:
+        _codes.clear()  # lengths of prompts come without end
     found = _codes[call] = int.from_bytes(hashlib.sha256(_words(call).encode()).digest()[:7], "big")
     return found
 

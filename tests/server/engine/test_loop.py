@@ -24,7 +24,7 @@ class NowAndThen:
 
     def __init__(self, world: World, random_: random.Random, share: float) -> None:
         self._world, self._random, self._share = world, random_, share
-        self.verified = 0
+        self.verified, self.k = 0, 1
 
     def wanted(self, running: int) -> bool:
         return running > 0 and self._random.random() < self._share

@@ -253,8 +253,8 @@ def test_a_repetitive_prompt_takes_fewer_steps() -> None:
 class Known:
     """A request as far as lookup looks at it."""
 
-    def __init__(self, tokens: list[int]) -> None:
-        self.tokens = tokens
+    def __init__(self, tokens: list[int], general: bool = False) -> None:
+        self.tokens, self.general = tokens, general
 
 
 def tick(k: int, accepted: int, rows: int = 1, found: bool = True) -> tuple[TickPlan, TickResult]:
@@ -315,6 +315,9 @@ def test_a_few_requests_are_watched_and_each_once() -> None:
     rows[1].tokens += [5, 9]
     assert lookups.watch(rows[:3]) == (1, 1)  # type: ignore[arg-type]
     assert lookups.watch(rows[4:]) == (0, 0)  # type: ignore[arg-type]
+    # Who may not draft says nothing of drafts.
+    others = [Known([5, 6, 7, 5, 6], general=True)]
+    assert lookups.watch(others) == (0, 0) and others[0] not in lookups._expected  # type: ignore[arg-type]
 
 
 class Always(Speculation):

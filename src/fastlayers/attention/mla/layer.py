@@ -29,7 +29,6 @@ from fastlayers.attention.merge_state.layer import MergeState
 from fastlayers.attention.meta import AttentionMeta, check_loc
 from fastlayers.attention.mla.config import FEW, MLA, NAME, MLAConfig
 from fastlayers.attention.mla.fp8_absorb import QuantisedAbsorb
-from fastlayers.attention.mla.joined_heads import join_heads
 from fastlayers.attention.mla.prefix_chunks import PATHS, Expansion, MLAThresholds, select_path
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite
 from fastlayers.comm.parallel import REPLICATED, SINGLE, Axis, Shard
@@ -41,6 +40,13 @@ from fastlayers.quant.coded_rows import CodingNorm, layout_of_codes
 from fastlayers.quant.spec import NONE, QuantSpec
 from fastlayers.rotary.layer import RotaryEmbedding, check_rotary
 from fastlayers.weights_epoch import Packed
+
+
+def _join_heads(*given: Any) -> None:
+    from fastlayers.attention.mla.joined_heads import join_heads  # there may be no Triton without a GPU
+
+    join_heads(*given)
+
 
 _FUSED = ("../q_a_proj", "../kv_a_proj_with_mqa")
 
@@ -327,7 +333,7 @@ class MLAAttention(AttentionCore):
             o = self._mqa(q[..., :nope], q_pe, room, cache.keys, meta)
         else:
             if q.is_cuda and not torch.compiler.is_compiling():
-                join_heads(None, q_pe, q)
+                _join_heads(None, q_pe, q)
             else:
                 q[..., nope:] = q_pe
             o = self._mha(q, cache.keys, meta, path)
@@ -411,7 +417,7 @@ class MLAAttention(AttentionCore):
         if not kv.is_cuda or torch.compiler.is_compiling():
             return torch.cat([k_nope, k_pe], -1), v
         k = kv.new_empty(*kv.shape[:2], cfg.qk_nope_head_dim + cfg.qk_rope_head_dim)
-        join_heads(k_nope, k_pe, k)
+        _join_heads(k_nope, k_pe, k)
         return k, v
 
     def _mha(self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMeta, path: str) -> torch.Tensor:

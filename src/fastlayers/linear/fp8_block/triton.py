@@ -242,7 +242,9 @@ class TritonFP8Linear:
 
     def _config(self, tokens: int) -> dict[str, int]:
         """Return the kernel parameters for so many tokens."""
-        if self.config and serves(self.config, tokens):
+        # A table may be of another shape, nearby.
+        lent = self.config is not None and "ahead" in self.config and not _fits_vector(self.cfg)
+        if self.config and not lent and serves(self.config, tokens):
             return self.config
         return default_config(self.cfg, tokens)
 

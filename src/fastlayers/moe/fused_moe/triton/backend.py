@@ -19,7 +19,7 @@ from fastlayers.moe.align.triton import FEW, align, launch_few
 from fastlayers.moe.fused_moe import launch_config
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.experts_operator import ExpertsBackend, experts_operator
-from fastlayers.moe.fused_moe.launch_config import MAX_TOKENS, LaunchConfig, plan_for, plan_of
+from fastlayers.moe.fused_moe.launch_config import MAX_TOKENS, LaunchConfig, plan_for, plan_of, takes_vectors
 from fastlayers.moe.fused_moe.token_chunks import token_chunks
 from fastlayers.moe.fused_moe.triton import grouped_gemm
 from fastlayers.moe.fused_moe.triton.mxfp4_gemm import mxfp4_experts
@@ -280,6 +280,7 @@ class TritonFusedMoE(ExpertsBackend):
         )
 
     def _plan(self, tokens: int, wide: bool) -> LaunchConfig:
-        if self.plan is None or (wide and self.cfg.quant in PLAIN_INPUTS):
+        lent = self.plan is not None and self.plan.first.m == 0 and not takes_vectors(self.cfg)
+        if self.plan is None or lent or (wide and self.cfg.quant in PLAIN_INPUTS):
             return plan_for(tokens, self.cfg, wide)
         return self.plan
