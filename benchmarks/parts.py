@@ -365,7 +365,8 @@ def _tables() -> Iterator[Part]:
     )
     # FlashInfer builds its kernels meanwhile; 80 seconds measured the first token count, or all but the last.
     more = {"mla_tp8": 160, "mla_tp1_e4m3": 120, "gqa": 240, "fused_moe_gpt_oss": 70, "fused_moe_tp8": 110,
-            "fused_moe_257": 110, "fused_moe_257_tp1": 110, "int8_linear": 45, "weight_only_linear": 40}  # fmt: skip
+            "fused_moe_257": 110, "fused_moe_257_tp1": 110, "fp8_linear_tp8": 200,
+            "int8_linear": 45, "weight_only_linear": 40}  # fmt: skip
     for name, arguments, needs in tunes:
         layer, seconds = arguments.partition("--layer ")[2].partition(" ")[0], more.get(name, 80)
         command = f"fastlayers tune {arguments} --quick --seconds {1.3 * seconds:.0f} --out {{dir}}"
