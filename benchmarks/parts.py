@@ -65,7 +65,7 @@ def _single() -> Iterator[Part]:
         needs = ("triton_kernels",) if model == "gpt_oss_20b" else ()
         command = f"benchmarks/generate.py {model} --repeats 2 --out {{out}}"
         yield Part(f"generate.{model}", command, "performance/generate.jsonl", took, "16: rows 1-3; 10: 2", needs)
-    for model, took in zip(MODELS, (36, 48, 36), strict=True):
+    for model, took in zip(MODELS, (36, 38, 36), strict=True):
         needs = ("triton_kernels",) if model == "gpt_oss_20b" else ()
         flags = "--ways captured uncaptured --repeats 5 --shapes 1x16 1x128 1x512 32x512"
         command = f"benchmarks/first_token.py {model} {flags} --out {{out}}"
@@ -77,7 +77,7 @@ def _single() -> Iterator[Part]:
         yield Part(
             f"host_time.{model}", command, "performance/host_time.jsonl", 20, "10: section 1, 16 tokens", quiet=True
         )
-    for model, took in (("qwen3_8b", 40), ("gpt_oss_20b", 35), ("deepseek_v3_slice", 30), ("qwen3_30b", 35)):
+    for model, took in (("qwen3_8b", 35), ("gpt_oss_20b", 30), ("deepseek_v3_slice", 27), ("qwen3_30b", 30)):
         command = f"benchmarks/host_time.py {model} --patch --out {{out}}"
         target = "10: section 1, patch without graphs; 12"
         yield Part(f"patch_plain.{model}", command, "performance/host_time.jsonl", took, target, quiet=True)
@@ -91,7 +91,7 @@ def _single() -> Iterator[Part]:
             f"benchmarks/patch_gpu.py --model {model} --batch {batches} --variants graph --rounds 3 --json {{out}}"
         )
         yield Part(f"patch_replays.{model}", command, "patch_replays_h200.jsonl", took, "16: row 9, replays alone")
-    for model, took in (("qwen3_8b", 40), ("qwen3_30b", 60)):
+    for model, took in (("qwen3_8b", 33), ("qwen3_30b", 47)):
         shapes = "1x16 1x128 1x512 1x2048 1x8192"
         command = f"benchmarks/patch_first_token.py --model {model} --repeats 4 --shapes {shapes} --out {{out}}"
         yield Part(f"patch_first_token.{model}", command, "performance/patch_first_token.jsonl", took, "10: section 2")
@@ -101,7 +101,7 @@ def _served() -> Iterator[Part]:
     """Servers over HTTP on one GPU."""
     # Without the packages that compile for a minute. Triton's kernels take up to 50 seconds, 2,000 arrivals come in 53,
     # 50 and 34. Who compiled starts again, in 20 seconds more.
-    for model, took in zip(MODELS, (160, 155, 145), strict=True):
+    for model, took in zip(MODELS, (160, 120, 145), strict=True):
         needs = (*SERVER, *(("triton_kernels",) if model == "gpt_oss_20b" else ()))
         command = (
             f"benchmarks/serve_rows.py {SERVED[model]} --seconds {took + 70} --arrivals 2000 --log {{dir}}/server.log "
@@ -111,10 +111,10 @@ def _served() -> Iterator[Part]:
         yield Part(f"serve.{model}", command, result, took, target, needs, 1, PLAIN, quiet=True)
     command = "benchmarks/serve_rows.py Qwen/Qwen3-8B --switches --seconds 165 --log {dir}/server.log --out {out}"
     yield Part("serve.switches", command, "performance/serve.jsonl", 170, "13: row 9", SERVER, 1, PLAIN, quiet=True)
-    flags = "--switches lookup --seconds 200"
+    flags = "--switches lookup --seconds 280"
     command = f"benchmarks/serve_rows.py Qwen/Qwen3-8B {flags} --log {{dir}}/server.log --out {{out}}"
     target = "13: row 6, drafts where they do not help"
-    yield Part("serve.lookup", command, "performance/serve.jsonl", 110, target, SERVER, 1, PLAIN, quiet=True)
+    yield Part("serve.lookup", command, "performance/serve.jsonl", 200, target, SERVER, 1, PLAIN, quiet=True)
     command = "benchmarks/speculation.py Qwen/Qwen3-8B --batch 1 8 --trees 9 33 --kernels 14 --out {out}"
     yield Part(
         "speculation", command, "speculation_h200.jsonl", 85, "13: row 6, the verifying step", ("msgspec",), 1, PLAIN
@@ -134,7 +134,7 @@ def _served() -> Iterator[Part]:
 
 def _starts() -> Iterator[Part]:
     """First uses, and shapes that no table holds: they need all packages."""
-    for model, took in (("qwen3_8b", 120), ("qwen3_30b_a3b", 130)):
+    for model, took in (("qwen3_8b", 116), ("qwen3_30b_a3b", 120)):
         command = f"benchmarks/cold_start.py {model} --out {{out}}"
         yield Part(
             f"cold_start.{model}", command, "performance/cold_start.jsonl", took, "10: section 3", PACKAGES, noisy=True

@@ -413,6 +413,8 @@ def test_what_a_server_does_without_something(
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--switches", "lookup"])
     rows_of.main()
     assert servers[::2] == [(), rows_of.ADDED["lookup"][0]]
+    added = [json.loads(line) for line in (tmp_path / "serve.jsonl").read_text().splitlines()][-4:]
+    assert [len(row["on"].get("of", [0])) for row in added] == [1, 1, 9, 3]
     drafted = [line for line in tables.serving().splitlines()[2:] if line not in lines]
     assert drafted == [
         f"| qwen3_8b, lookup on / off, {told} | at most 2 % {worse} on |"
@@ -431,6 +433,15 @@ def test_what_a_server_does_without_something(
         "| qwen3_8b, chunks on / off, 64 prompts at once | 1,000 tokens/s / 3,000 tokens/s | no more off |",
         "| qwen3_8b, chunks on / off, arrivals, 99 % of gaps between tokens | 1001.0 ms / 3001.0 ms | no less off |",
     ]
+
+
+def test_the_median_run_of_a_load_counts() -> None:
+    rows_of: Any = load("benchmarks/serve_rows.py")
+    runs = [{"p99_itl_ms": value, "failed": place} for place, value in enumerate((9.0, 1.0, 5.0))]
+    assert rows_of.median_of(runs, "p99_itl_ms") == {"p99_itl_ms": 5.0, "failed": 2, "of": [9.0, 1.0, 5.0]}
+    assert rows_of.median_of([*runs, {"skipped": "no time is left"}], "p99_itl_ms") == {"skipped": "no time is left"}
+    flags = [rows_of.load_of("shared prefix", 0.0, False, run) for run in range(2)]
+    assert flags[0] != flags[1] and flags[0][:-1] == flags[1][:-1]
 
 
 def test_stalls_are_what_takes_longer_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,9 +76,9 @@ class Target:
         return msgspec.json.encode({"model": self.model, **said, size: ask.output_len, **streamed, **self.fields})
 
 
-async def send(session: aiohttp.ClientSession, target: Target, ask: Ask) -> Answer:
+async def send(session: aiohttp.ClientSession, target: Target, ask: Ask, body: bytes) -> Answer:
     """Send a request and time its events; whatever goes wrong is in the answer's ``error``."""
-    answer, body = Answer(prompt_len=ask.prompt_len), target.body(ask)
+    answer = Answer(prompt_len=ask.prompt_len)
     answer.start = last = time.perf_counter()
     counted = False
     try:

@@ -223,16 +223,18 @@ async def load(
     """Send every request at its time; return the answers and how long all took."""
     places = asyncio.Semaphore(concurrency or len(asks) or 1)
 
-    async def one(ask: Ask) -> Answer:
+    async def one(ask: Ask, body: bytes) -> Answer:
         async with places:
-            return await send(session, target, ask)
+            return await send(session, target, ask, body)
 
+    # Encoded beforehand: of a burst the last ones would wait for the client.
+    bodies = [target.body(ask) for ask in asks]
     begin, tasks = time.perf_counter(), []
-    for ask, at in zip(asks, times, strict=True):
+    for ask, body, at in zip(asks, bodies, times, strict=True):
         wait = begin + at - time.perf_counter()
         if wait > 0:
             await asyncio.sleep(wait)
-        tasks.append(asyncio.ensure_future(one(ask)))
+        tasks.append(asyncio.ensure_future(one(ask, body)))
     answers = await asyncio.gather(*tasks)
     return answers, time.perf_counter() - begin
 

@@ -92,7 +92,8 @@ def test_times_are_those_of_the_events(chat: bool) -> None:
         async with server as url, aiohttp.ClientSession() as session:
             route = "/v1/chat/completions" if chat else "/v1/completions"
             target = Target(url + route, "m", chat, {})
-            return [await send(session, target, Ask("a", 1, 8)) for _ in range(7)], server
+            ask = Ask("a", 1, 8)
+            return [await send(session, target, ask, target.body(ask)) for _ in range(7)], server
 
     answers, server = asyncio.run(run())
     assert all(a.ok and a.output_len == 8 and a.prompt_len == 3 and a.cached == 1 for a in answers)
