@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -70,8 +71,8 @@ class Lookups:
     def watch(self, rows: Sequence[Request]) -> tuple[int, int]:
         """Return how many first drafts would have been right, and wrong, of requests that got tokens without any."""
         right = wrong = 0
-        rows = [request for request in rows if not request.general]  # others may not draft
-        watched = [request for request in rows if request in self._expected][:WATCHED]
+        # Requests of a general kind may not draft.
+        watched = list(islice((r for r in rows if not r.general and r in self._expected), WATCHED))
         for request in watched:
             known, draft = self._expected[request]
             if len(request.tokens) > known:
@@ -79,7 +80,7 @@ class Lookups:
                 right, wrong = right + hit, wrong + (not hit)
                 self._expected[request] = len(request.tokens), self.draft(request, 1)
         for request in rows if len(watched) < WATCHED else ():
-            if request not in self._expected:
+            if not request.general and request not in self._expected:
                 # One more a tick: all of its prompt is looked through.
                 self._expected[request] = len(request.tokens), self.draft(request, 1)
                 break

@@ -320,6 +320,23 @@ def test_a_few_requests_are_watched_and_each_once() -> None:
     assert lookups.watch(others) == (0, 0) and others[0] not in lookups._expected  # type: ignore[arg-type]
 
 
+def test_where_enough_are_watched_nobody_else_is_looked_at() -> None:
+    class Unseen(Known):
+        @property
+        def general(self) -> bool:  # type: ignore[override]
+            raise AssertionError("four are watched")
+
+        @general.setter
+        def general(self, value: bool) -> None:
+            pass
+
+    lookups, rows = Lookups(), [Known([5, 6, 7, 5, 6]) for _ in range(4)]
+    for _ in rows:
+        lookups.watch(rows)  # type: ignore[arg-type]
+    rows[3].tokens.append(7)
+    assert lookups.watch([*rows, Unseen([5, 6])]) == (1, 0)  # type: ignore[list-item]
+
+
 class Always(Speculation):
     """Drafts in every tick."""
 
