@@ -91,7 +91,11 @@ class MTPDrafts:
     ----------
     active : bool
         Whether hidden rows are noted. A request that ran while they were not is not drafted for any more.
+    watches : bool
+        Whether :meth:`watch` learns anything of ticks without drafts.
     """
+
+    watches = False
 
     def __init__(
         self,
@@ -135,6 +139,10 @@ class MTPDrafts:
         self.active, self._noted = False, 0
         for kept in (self._covered, self._news, self._drafts, self._proposed):
             kept.clear()
+
+    def watch(self, rows: Sequence[Request]) -> tuple[int, int]:
+        """Return that no draft was right or wrong: while it rests, nothing is computed."""
+        return 0, 0
 
     def draft(self, request: Request, count: int) -> Sequence[int]:
         """Return up to ``count`` tokens that may come next, of a tree the likeliest."""

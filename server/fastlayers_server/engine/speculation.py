@@ -59,9 +59,9 @@ class Lookup:
 
 
 class Lookups:
-    """Prompt lookup for every request; ``topk``: drafts of each depth."""
+    """Prompt lookup for every request; ``topk``: drafts of each depth; ``watches``: it says of ticks without drafts."""
 
-    topk = 1
+    topk, watches = 1, True
 
     def __init__(self) -> None:
         self._lookups: WeakKeyDictionary[Request, Lookup] = WeakKeyDictionary()
@@ -123,7 +123,7 @@ class Speculation:
         self._ticks += 1
         known = (running.bit_length(), 0) in self._seconds
         self.k = self._best(running) if known else 0
-        if not self.k and self._ticks % PROBE == 0 and not isinstance(self.source, Lookups):
+        if not self.k and self._ticks % PROBE == 0 and not self.source.watches:
             self.k = min(2, self.max_k)
         if not self.k and known:
             self.source.rest()
@@ -154,7 +154,7 @@ class Speculation:
         if plan.drafts:
             right, wrong = 0, len(plan.rows)  # a row without a draft gains nothing from the tick
         else:
-            right, wrong = self.source.watch(plan.rows) if isinstance(self.source, Lookups) else (0, 0)
+            right, wrong = self.source.watch(plan.rows)
         for chunk, tokens in zip(plan.verify, result.tokens[len(result.tokens) - len(plan.verify) :], strict=True):
             accepted = len(tokens) - 1
             right += accepted
