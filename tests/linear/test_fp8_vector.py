@@ -12,13 +12,14 @@ import pytest
 import torch
 import triton.language as tl
 
-from fastlayers import env
+from fastlayers import env, tuning
+from fastlayers.device import DESCRIBED
 from fastlayers.integers import cdiv
 from fastlayers.linear.fp8_block import triton as fp8_triton
 from fastlayers.linear.fp8_block import triton_vector as vector
-from fastlayers.linear.fp8_block.layer import FP8BlockLinear, FP8LinearConfig
+from fastlayers.linear.fp8_block.layer import FP8_LINEAR, FP8BlockLinear, FP8LinearConfig
 from fastlayers.linear.fp8_block.reference import ReferenceFP8Linear
-from fastlayers.linear.fp8_block.triton import TritonFP8Linear, default_config, serves, vector_config
+from fastlayers.linear.fp8_block.triton import TritonFP8Linear, default_config, serves, tile_config, vector_config
 from fastlayers.quant.block_quant import quantize_block_weight
 from fastlayers.quant.coded_rows import CodedRows
 from fastlayers.quant.group_quant.layer import GroupQuantConfig
@@ -28,6 +29,7 @@ from fastlayers.testing.compile_check import KernelBuild, compile_for, compiled_
 from fastlayers.triton_lang import await_inputs, dependent_launch, release_dependents
 
 interpreted = pytest.mark.skipif(not env.triton_interpret(), reason="needs Triton's interpreter")
+H200 = DESCRIBED["H200"]
 BF16, FP16 = torch.bfloat16, torch.float16
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
@@ -136,6 +138,22 @@ def test_a_table_with_vectors_alone_serves_more_tokens_by_the_rule(tokens: int) 
     tuned, plain = TritonFP8Linear(cfg, vector_config(2, 512, 1)), TritonFP8Linear(cfg)
     assert torch.equal(tuned(*given), plain(*given))
     assert tuned.codes_layout(tokens) == plain.codes_layout(tokens) and tuned.codes_layout(1) is None
+
+
+def test_vectors_of_another_shapes_table_are_not_for_rows_that_begin_between_16_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env.TUNED_DIR, str(tmp_path))
+    path = tuning.path_of(tmp_path, "fp8_linear", FP8LinearConfig(1600, 64).tuning_key(), H200)
+    rungs = [
+        {"max_tokens": 1, "backend": "triton", "config": vector_config(2, 512, 1)},
+        {"max_tokens": None, "backend": "triton", "config": tile_config(64, 64, 4, 4, 1)},
+    ]
+    tuning.write(path, {"schema": 1, "layer": "fp8_linear", "device": "H200", "ladder": rungs})
+    found = [FP8_LINEAR.choose(FP8LinearConfig(columns, 64), H200) for columns in (1600, 1616, 1608)]
+    assert all(path.name in choice.evidence for choice in found)
+    assert [choice.rungs[0].config != () for choice in found] == [True, True, False]
+    assert all(choice.rungs[1].config for choice in found)
 
 
 MUTANTS = {

@@ -10,9 +10,11 @@ from types import ModuleType
 import pytest
 import torch
 
+from fastlayers import env, tuning
+from fastlayers.device import DESCRIBED
 from fastlayers.moe.fused_moe.cases import make_inputs, prepare, run
 from fastlayers.moe.fused_moe.launch_config import LaunchConfig, Tile, candidates, plan_for
-from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.moe.fused_moe.layer import FUSED_MOE, FusedMoEConfig
 from fastlayers.moe.fused_moe.reference import ReferenceFusedMoE
 from fastlayers.moe.fused_moe.triton import pair_vector_fp8
 from fastlayers.moe.fused_moe.triton.backend import TritonFusedMoE
@@ -21,6 +23,7 @@ from fastlayers.registry.spec import Case
 from fastlayers.testing.parity import compare, poisoned_memory
 from fastlayers.testing.spec import spec_of
 
+H200 = DESCRIBED["H200"]
 V3 = FusedMoEConfig(7168, 256, 256, 8, num_shared=1, quant="fp8_block", scaling_factor=2.5, dtype=torch.bfloat16)
 SMALL = replace(V3, hidden_size=256, num_experts=4, top_k=2)
 PLAN = LaunchConfig(Tile(0, 32, 256, 1, 1), Tile(0, 64, 256, 4, 3))
@@ -182,7 +185,14 @@ def test_one_token_of_real_experts_gpu(shared: int) -> None:
     agree(cfg, plans, 1, "cuda", 20)
 
 
-def test_a_plan_lent_by_another_shape_serves_no_columns_that_are_no_whole_groups() -> None:
-    odd = TritonFusedMoE(replace(V3, intermediate_size=192), PLAN.config())
-    assert PLAN.first.m == 0 and odd._plan(1, False).first.m == 1
-    assert TritonFusedMoE(V3, PLAN.config())._plan(1, False).first.m == 0
+def test_a_plan_lent_by_another_shape_serves_no_columns_that_are_no_whole_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env.TUNED_DIR, str(tmp_path))
+    path = tuning.path_of(tmp_path, "fused_moe", V3.tuning_key(), H200)
+    rung = {"max_tokens": None, "backend": "triton", "config": PLAN.config()}
+    tuning.write(path, {"schema": 1, "layer": "fused_moe", "device": "H200", "ladder": [rung]})
+    found = [FUSED_MOE.choose(replace(V3, intermediate_size=columns), H200) for columns in (256, 384, 192)]
+    assert all(path.name in choice.evidence for choice in found) and PLAN.first.m == 0
+    assert [dict(choice.rungs[0].config) for choice in found] == [PLAN.config(), PLAN.config(), {}]
+    assert TritonFusedMoE.fits(found[2].cfg, replace(PLAN, first=Tile(1, 64, 128, 4, 4)).config())

@@ -199,6 +199,25 @@ def test_the_nearest_shapes_ladder_serves_and_one_line_says_so(folder: Path, cap
     assert shapes().choose(Shape(400), "A100").evidence == "rank"
 
 
+class Even(Configured):
+    """Whose parameters are for even sizes."""
+
+    @staticmethod
+    def fits(cfg: Shape, config: dict[str, int]) -> bool:
+        return cfg.n % 2 == 0
+
+
+def test_what_is_lent_to_a_shape_that_it_does_not_fit_runs_by_the_rule(folder: Path) -> None:
+    store(folder, Shape(8), "a")
+    here = Registry("toy", [Backend("a", Even), Backend("b", Configured)])
+    odd, even = (here.choose(Shape(n), H200) for n in (9, 10))
+    assert odd.name == even.name == "a" and odd.evidence == even.evidence
+    assert (odd.build().single.config, even.build().single.config) == (None, {"BLOCK": 8})
+    # Those of a backend that says nothing, and the shape's own.
+    assert shapes().choose(Shape(9), H200).build().single.config == {"BLOCK": 8}
+    assert here.choose(Shape(8), H200).build().single.config == {"BLOCK": 8}
+
+
 def test_a_neighbour_that_cannot_run_here_is_passed_over(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [
         {"tokens": 1, "backend": "a", "us": 10.0, "config": {"BLOCK": 8}},

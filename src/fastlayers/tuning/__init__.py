@@ -13,6 +13,7 @@ from fastlayers.tuning.ladder import (
     Tuned,
     borrowed_loss,
     borrowed_ratios,
+    fitted,
     ladder_for,
     ladder_of,
     lent_rungs,
@@ -50,7 +51,7 @@ from fastlayers.tuning.table import (
 
 __all__ = [
     "KEPT_WITHIN", "SCHEMA", "SHIPPED", "Found", "Tuned", "TunedTableError", "borrowed_loss", "borrowed_ratios",
-    "changes", "directories", "distance", "find", "kernel_hash", "key_of", "ladder_for", "ladder_of", "lent_rungs",
-    "lookup", "metadata", "neighbours", "packages_of", "path_of", "probed_dir", "read", "read_whole",
+    "changes", "directories", "distance", "find", "fitted", "kernel_hash", "key_of", "ladder_for", "ladder_of",
+    "lent_rungs", "lookup", "metadata", "neighbours", "packages_of", "path_of", "probed_dir", "read", "read_whole",
     "removable_packages", "rules", "rung_at", "shape_text", "tables", "times_of", "version_of", "write",
 ]  # fmt: skip

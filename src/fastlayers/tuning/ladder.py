@@ -92,7 +92,8 @@ def ladder_for(
     """Return the tuned ladder for this shape and device, cut to the backends that are able to run.
 
     Rungs share the weight layout of the last one that can run (it serves the largest batches). The evidence names
-    what was dropped. ``None`` if no table exists, not even of another shape, or nothing of any can run.
+    what was dropped. ``None`` if no table exists, not even of another shape, or nothing of any can run. A rung whose
+    configuration does not fit the shape (:func:`fitted`) runs by its backend's own rule.
 
     Raises
     ------
@@ -111,6 +112,7 @@ def ladder_for(
     for row in rows:
         if row.get("config") and not _takes_config(able[row["backend"]]):
             raise TunedTableError(f"tuned table {found.path}: backend {row['backend']!r} takes no config")
+    rows = fitted(rows, cfg, able)
     rungs = tuple(
         Rung(r["max_tokens"], able[r["backend"]], r.get("microseconds"), tuple(sorted(r.get("config", {}).items())))
         for r in rows
@@ -140,6 +142,19 @@ def ladder_of(
             return rows, dropped
     cut = ([row for row in rows if row["backend"] in able] for rows in ladders)
     return next((rows for rows in cut if rows), []), dropped
+
+
+def fitted(rows: Sequence[Mapping[str, Any]], cfg: Any, able: Mapping[str, Backend]) -> list[Mapping[str, Any]]:
+    """Return the rungs without configurations that do not fit the shape, as a table of another one may have them.
+
+    A backend says so by ``fits(cfg, config)``, beside its ``candidates``; without it every configuration fits.
+    """
+
+    def fits(row: Mapping[str, Any]) -> bool:
+        says = getattr(able[row["backend"]].load(), "fits", None) if row.get("config") else None
+        return says is None or says(cfg, row["config"])
+
+    return [row if fits(row) else {**row, "config": {}} for row in rows]
 
 
 def times_of(table: Mapping[str, Any]) -> tuple[list[int], dict[str, list[float | None]]]:

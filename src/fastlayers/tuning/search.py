@@ -343,7 +343,8 @@ def tune_shape(
 
 def _lent(bench: Bench, key: str, tokens: int) -> list[Option]:
     """Return what the nearest shape's ladder would run here: so that tables tell what going without one costs."""
-    rungs = tuning.lent_rungs(bench.layer, key, bench.device, {backend.name for backend in bench.able()})
+    able = {backend.name: backend for backend in bench.able()}
+    rungs = tuning.fitted(tuning.lent_rungs(bench.layer, key, bench.device, able), bench.cfg, able)
     return [Option.of(tuning.rung_at(rungs, tokens))] if rungs else []
 
 

@@ -240,11 +240,14 @@ class TritonFP8Linear:
 
     serves = staticmethod(serves)
 
+    @staticmethod
+    def fits(cfg: FP8LinearConfig, config: Mapping[str, int]) -> bool:
+        """Return whether a configuration, maybe of another shape's table, is one for this shape."""
+        return "ahead" not in config or _fits_vector(cfg)
+
     def _config(self, tokens: int) -> dict[str, int]:
         """Return the kernel parameters for so many tokens."""
-        # A table may be of another shape, nearby.
-        lent = self.config is not None and "ahead" in self.config and not _fits_vector(self.cfg)
-        if self.config and not lent and serves(self.config, tokens):
+        if self.config and serves(self.config, tokens):
             return self.config
         return default_config(self.cfg, tokens)
 

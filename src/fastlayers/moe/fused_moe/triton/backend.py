@@ -260,6 +260,11 @@ class TritonFusedMoE(ExpertsBackend):
         return launch_config.candidates(cfg, num_tokens)
 
     @staticmethod
+    def fits(cfg: FusedMoEConfig, config: Mapping[str, int]) -> bool:
+        """Return whether a configuration, maybe of another shape's table, is one for this shape."""
+        return config.get("m") != 0 or takes_vectors(cfg)
+
+    @staticmethod
     def token_counts(cfg: FusedMoEConfig, most: int) -> list[int]:
         """Return token counts with which the last chunk is of each size class: it runs by the plan of all tokens."""
         powers = [1 << power for power in range(max(0, min(MAX_TOKENS, most - MAX_TOKENS)).bit_length())]
@@ -280,7 +285,6 @@ class TritonFusedMoE(ExpertsBackend):
         )
 
     def _plan(self, tokens: int, wide: bool) -> LaunchConfig:
-        lent = self.plan is not None and self.plan.first.m == 0 and not takes_vectors(self.cfg)
-        if self.plan is None or lent or (wide and self.cfg.quant in PLAIN_INPUTS):
+        if self.plan is None or (wide and self.cfg.quant in PLAIN_INPUTS):
             return plan_for(tokens, self.cfg, wide)
         return self.plan
