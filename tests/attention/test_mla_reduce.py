@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +14,9 @@ from fastlayers.attention.mla.cases import _decode
 from fastlayers.attention.mla.config import MLA
 from fastlayers.attention.mla.launch_config import MAX_SPLITS, reduce_tile
 from fastlayers.tuning.parity import check_parity
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from planted_faults import planted
 
 CPU, NAN, NOTHING = torch.device("cpu"), float("nan"), float("-inf")
 RANK = 128
@@ -132,17 +134,9 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_planted_faults_show(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_faults_show(name: str, tmp_path: Path) -> None:
     right, wrong, case = MUTANTS[name]
-    source = Path(triton_reduce.__file__).read_text()
-    assert source.count(right) == 1
-    path = tmp_path / "planted_reduce.py"
-    path.write_text(source.replace(right, wrong))
-    spec = importlib.util.spec_from_file_location("planted_reduce", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "planted_reduce", module)
-    spec.loader.exec_module(module)
+    module = planted(triton_reduce, tmp_path, (right, wrong), once=True)
     usual, splits, counts = (MAX_SPLITS, MAX_SPLITS, [MAX_SPLITS]) if case == "columns" else OWN[case]
     with pytest.raises(AssertionError):
         check(usual, splits, counts, case != "columns", module)

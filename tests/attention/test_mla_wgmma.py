@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,9 @@ from fastlayers.device import as_device
 from fastlayers.errors import ArgumentError
 from fastlayers.integers import cdiv
 from fastlayers.tuning.parity import check_parity
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from planted_faults import planted
 
 interpreted = pytest.mark.skipif(not env.triton_interpret(), reason="needs TRITON_INTERPRET=1 without a GPU")
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -197,15 +200,8 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_planted_faults_show(name: str, tmp_path: Path, few_multiprocessors: None) -> None:
     before, after, shape = MUTANTS[name]
-    text = Path(wgmma.__file__).read_text()
-    assert text.count(before) == 1, f"the kernel no longer has {before!r}"
-    number = list(MUTANTS).index(name)
-    path = tmp_path / f"mutant_wgmma_{number}.py"
-    path.write_text(text.replace(before, after).replace('"mla_wgmma_decode"', f'"mla_wgmma_mutant_{number}"'))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    mutant = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(mutant)
+    operator = '"mla_wgmma_decode"', f'"mla_wgmma_mutant_{list(MUTANTS).index(name)}"'
+    mutant: Any = planted(wgmma, tmp_path, (before, after), operator, once=True)
     mutant.NOMINAL_SM_COUNT = 6
     lengths, heads, page, starts, dtype = SHAPES[shape]
     given = inputs(lengths, heads, page, CPU, dtype, starts)

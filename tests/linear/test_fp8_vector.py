@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +27,9 @@ from fastlayers.quant.group_quant.triton import TritonGroupQuant, requantized
 from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild, compile_for, compiled_for
 from fastlayers.triton_lang import await_inputs, dependent_launch, release_dependents
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from planted_faults import planted
 
 interpreted = pytest.mark.skipif(not env.triton_interpret(), reason="needs Triton's interpreter")
 H200 = DESCRIBED["H200"]
@@ -172,16 +175,7 @@ MUTANTS = {
 
 def mutated(name: str, folder: Path) -> ModuleType:
     """Return the kernel's module with one expression changed."""
-    before, after = MUTANTS[name]
-    text = Path(vector.__file__).read_text()
-    assert before in text, f"the kernel no longer has {before!r}"
-    path = folder / "mutant.py"
-    path.write_text(text.replace(before, after).replace('@operator("fp8_block_vector", _empty)\n', ""))
-    spec = importlib.util.spec_from_file_location("fp8_vector_mutant", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return planted(vector, folder, MUTANTS[name], ('@operator("fp8_block_vector", _empty)\n', ""))
 
 
 @interpreted

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +23,9 @@ from fastlayers.linear.weight_only.reference import ReferenceWeightOnlyLinear
 from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild, compiled_for
 from fastlayers.triton_lang import await_inputs, dependent_launch, release_dependents
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from planted_faults import planted
 
 interpreted = pytest.mark.skipif(not env.triton_interpret(), reason="needs Triton's interpreter")
 
@@ -136,16 +139,7 @@ MUTANTS = {
 
 def mutated(name: str, folder: Path) -> ModuleType:
     """Return the kernel's module with one expression changed."""
-    before, after = MUTANTS[name]
-    text = Path(vector.__file__).read_text()
-    assert before in text, f"the kernel no longer has {before!r}"
-    path = folder / "mutant.py"
-    path.write_text(text.replace(before, after))
-    spec = importlib.util.spec_from_file_location("vector_mutant", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return planted(vector, folder, MUTANTS[name])
 
 
 @interpreted
@@ -155,8 +149,9 @@ def test_planted_bug_shows(name: str, tmp_path: Path) -> None:
     # Behind every row lie numbers that no result may hold.
     wide = torch.full((5, 96), 1e3, dtype=torch.bfloat16)
     wide[:, :72] = weight
+    mutant = mutated(name, tmp_path)
     try:
-        y = product(mutated(name, tmp_path).vector_kernel, x, wide[:, :72], bias, 2, 32, 2)
+        y = product(mutant.vector_kernel, x, wide[:, :72], bias, 2, 32, 2)
     except Exception:  # an index that is none
         return
     close = torch.isclose(y.double(), wanted(x, weight, bias), rtol=8e-3, atol=2e-2)

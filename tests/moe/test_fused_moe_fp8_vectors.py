@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +22,9 @@ from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.registry.spec import Case
 from fastlayers.testing.parity import compare, poisoned_memory
 from fastlayers.testing.spec import spec_of
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from planted_faults import planted
 
 H200 = DESCRIBED["H200"]
 V3 = FusedMoEConfig(7168, 256, 256, 8, num_shared=1, quant="fp8_block", scaling_factor=2.5, dtype=torch.bfloat16)
@@ -133,20 +136,6 @@ MUTANTS = {
 }
 
 
-def mutated(name: str, folder: Path) -> ModuleType:
-    """Return the module with one expression changed."""
-    before, after = MUTANTS[name]
-    text = Path(pair_vector_fp8.__file__).read_text()
-    assert before in text, f"the kernels no longer have {before!r}"
-    path = folder / "mutant.py"
-    path.write_text(text.replace(before, after))
-    spec = importlib.util.spec_from_file_location("pair_vector_fp8_mutant", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def error(module: ModuleType) -> float:
     """Return how far two tokens' results are from the reference's, of which one has a dropped pair."""
     cfg = replace(SMALL, hidden_size=256, intermediate_size=256, num_experts=3, bias=True, top_k=2)
@@ -169,8 +158,9 @@ def test_vectors_agree_with_the_reference() -> None:
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_planted_bug_shows(name: str, tmp_path: Path) -> None:
+    mutant = planted(pair_vector_fp8, tmp_path, MUTANTS[name])
     try:
-        found = error(mutated(name, tmp_path))
+        found = error(mutant)
     except Exception:  # an index that is none
         return
     assert not found < 0.02, f"{name} changes nothing"

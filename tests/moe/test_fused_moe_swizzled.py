@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from dataclasses import replace
@@ -29,6 +28,9 @@ from fastlayers.moe.fused_moe.triton.mxfp4_plans import HopperLaunchConfig
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.registry.spec import Case
 from fastlayers.testing.parity import check_parity, compare
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from planted_faults import planted
 
 interpreted = pytest.mark.skipif(not env.triton_interpret(), reason="needs TRITON_INTERPRET=1 without a GPU")
 OSS = FusedMoEConfig(
@@ -195,22 +197,16 @@ MUTANTS = {
 def test_planted_bug_in_held_kernels_shows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, before, after = MUTANTS[name]
     wanted = plain()
-    made = {}
-    for each in ("mxfp4_mma", "mxfp4_hopper"):
-        text = (Path(mxfp4_hopper.__file__).parent / f"{each}.py").read_text()
-        assert each != module or before in text, f"the kernels no longer have {before!r}"
-        text = text.replace(before, after) if each == module else text
-        text = text.replace("fastlayers.moe.fused_moe.triton.mxfp4_mma import", "mutant_mxfp4_mma import")
-        text = text.replace('experts_operator("fused_moe_swizzled"', f'experts_operator("mutant_{abs(hash(name))}"')
-        path = tmp_path / f"mutant_{each}.py"
-        path.write_text(text)
-        spec = importlib.util.spec_from_file_location(f"mutant_{each}", path)
-        assert spec is not None and spec.loader is not None
-        made[each] = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, f"mutant_{each}", made[each])
-        spec.loader.exec_module(made[each])
+    names = (
+        ("fastlayers.moe.fused_moe.triton.mxfp4_mma import", "mutant_mxfp4_mma import"),
+        ('experts_operator("fused_moe_swizzled"', f'experts_operator("mutant_{abs(hash(name))}"'),
+    )
+    for each, more in ((mxfp4_mma, ()), (mxfp4_hopper, names)):
+        changes = [(before, after)] if each.__name__.endswith(module) else []
+        made = planted(each, tmp_path, *changes, *more)
+        monkeypatch.setitem(sys.modules, made.__name__, made)
     for kernel in ("held_gate_up_kernel", "held_down_kernel"):
-        monkeypatch.setattr(mxfp4_hopper, kernel, getattr(made["mxfp4_hopper"], kernel))
+        monkeypatch.setattr(mxfp4_hopper, kernel, getattr(made, kernel))
     mxfp4_hopper._launches.cache_clear()
     try:
         assert not torch.equal(few_tokens(replace(PLAIN, held=3, s1=1, s2=1)), wanted), f"{name} changes nothing"
@@ -270,15 +266,7 @@ QUICK = ("codes a step late", "first group again", "third group left out", "unwe
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in BLOCK_MUTANTS]
 )
 def test_planted_bug_in_blocks_shows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, after = BLOCK_MUTANTS[name]
-    text = Path(mxfp4_rows.__file__).read_text()
-    assert before in text, f"the kernels no longer have {before!r}"
-    path = tmp_path / "mutant_mxfp4_rows.py"
-    path.write_text(text.replace(before, after))
-    spec = importlib.util.spec_from_file_location("mutant_mxfp4_rows", path)
-    assert spec is not None and spec.loader is not None
-    mutant = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(mutant)
+    mutant = planted(mxfp4_rows, tmp_path, BLOCK_MUTANTS[name])
     wanted = in_blocks()
     for kernel in ("gather_kernel", "rows_gate_up_kernel", "rows_down_kernel"):
         monkeypatch.setattr(mxfp4_hopper, kernel, getattr(mutant, kernel))

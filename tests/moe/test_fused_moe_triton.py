@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +21,9 @@ from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.registry.spec import Case
 from fastlayers.testing.parity import compare, poisoned_memory
 from fastlayers.testing.spec import spec_of
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from planted_faults import planted
 
 SHAPES = {
     "qwen3": FusedMoEConfig(2048, 768, 128, 8),
@@ -152,20 +155,6 @@ MUTANTS = {
 }
 
 
-def mutated(name: str, folder: Path) -> ModuleType:
-    """Return the module of the matrix-vector experts with one expression changed."""
-    before, after = MUTANTS[name]
-    text = Path(pair_vector.__file__).read_text()
-    assert before in text, f"the kernels no longer have {before!r}"
-    path = folder / "mutant.py"
-    path.write_text(text.replace(before, after))
-    spec = importlib.util.spec_from_file_location("pair_vector_mutant", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def experts(module: ModuleType) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what the matrix-vector experts write for three tokens with a dropped pair, and the same in fp64."""
     random = torch.Generator().manual_seed(5)
@@ -203,8 +192,9 @@ def test_matrix_vector_experts_agree_with_float64_in_equal_bits() -> None:
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_planted_bug_in_matrix_vector_experts_shows(name: str, tmp_path: Path) -> None:
+    mutant = planted(pair_vector, tmp_path, MUTANTS[name])
     try:
-        y, wanted = experts(mutated(name, tmp_path))
+        y, wanted = experts(mutant)
     except Exception:  # an index that is none
         return
     assert not close(y, wanted), f"{name} changes nothing"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from collections.abc import Iterator
@@ -32,7 +31,9 @@ from fastlayers.quant.mxfp4.codes import dequantize_mxfp4
 from fastlayers.runtime.precompile import cover
 from fastlayers.testing.parity import compare
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "compile"))
+from planted_faults import planted
 from recorded import recording
 
 interpreted = pytest.mark.skipif(not env.triton_interpret(), reason="needs TRITON_INTERPRET=1 without a GPU")
@@ -317,16 +318,7 @@ def test_rows_are_gathered() -> None:
 @interpreted
 @pytest.mark.parametrize("name", SLOT_MUTANTS)
 def test_planted_bug_in_gathering_shows(name: str, tmp_path: Path) -> None:
-    before, after = SLOT_MUTANTS[name]
-    text = Path(mxfp4_wgmma.__file__).read_text()
-    assert before in text, f"the kernel no longer has {before!r}"
-    path = tmp_path / "mutant_mxfp4_wgmma.py"
-    path.write_text(text.replace(before, after))
-    spec = importlib.util.spec_from_file_location("mutant_mxfp4_wgmma", path)
-    assert spec is not None and spec.loader is not None
-    mutant = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(mutant)
-    out, wanted = slots_of(mutant)
+    out, wanted = slots_of(planted(mxfp4_wgmma, tmp_path, SLOT_MUTANTS[name]))
     assert not torch.equal(out, wanted), f"{name} changes nothing"
 
 
