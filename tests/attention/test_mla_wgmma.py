@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,17 @@ from fastlayers.attention.mla.config import MLA, MLAConfig
 from fastlayers.attention.mla.wgmma import PER_SM, WgmmaMLA
 from fastlayers.device import as_device
 from fastlayers.errors import ArgumentError
-from fastlayers.integers import cdiv
 from fastlayers.tuning.parity import check_parity
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
+import latent_decode
+from latent_decode import BF16, BOUND_LSE_GPU, CPU, DRAWN, E4M3, FP16, SCALE, exact, inputs
 from planted_faults import planted
 
 interpreted = pytest.mark.skipif(not env.triton_interpret(), reason="needs TRITON_INTERPRET=1 without a GPU")
-BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
-CPU, SCALE = torch.device("cpu"), 1.3 * 192**-0.5
 REAL = MLAConfig(16, 512, 64, 128, 128, SCALE, 64, BF16, BF16, "decode")
-# Results and softmax weights of eight bits; of LSE: as fp32 sums, and as tensor cores round those of scores.
-BOUND_O, BOUND_LSE, BOUND_LSE_GPU = 6e-3, 1e-5, 1e-4
+wrong = partial(latent_decode.wrong, bound_o=6e-3)  # results and softmax weights of eight bits
 
 
 @pytest.mark.parametrize(
@@ -78,42 +78,6 @@ def test_what_the_tuner_is_offered() -> None:
 # ---- the same numbers ------------------------------------------------------------------------------------------
 
 
-def inputs(
-    lengths: Sequence[int], heads: int, page: int, device: torch.device = CPU, dtype: torch.dtype = BF16,
-    starts: Sequence[int] = (),
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Return queries, a cache whose pages are in no order and whose other rows are NaN, table, starts, lengths."""
-    generator = torch.Generator(device).manual_seed(len(lengths) * 1000 + heads)
-    most, starts = max(1, cdiv(max(lengths), page)), starts or (0,) * len(lengths)
-    table = 1 + torch.randperm(most * len(lengths), generator=generator, device=device).view(len(lengths), most)
-    rows = torch.randn(1 + table.numel(), page, 576, generator=generator, device=device)
-    cache = (rows + torch.linspace(-0.5, 0.5, 576, device=device)).to(dtype)
-    stale = torch.ones(cache.shape[:2], dtype=torch.bool, device=device)
-    for request, (length, start) in enumerate(zip(lengths, starts, strict=True)):
-        at = torch.arange(start, length, device=device)
-        stale[table[request][at // page], at % page] = False
-    cache[stale] = float("nan")
-    # Heads of different size; scores spread by about two. Between the tokens' rows lies what is nobody's.
-    sizes = torch.linspace(1, 3, heads, device=device)[:, None]
-    q = torch.full((len(lengths), heads + 2, 576), float("nan"), dtype=dtype, device=device)[:, :heads]
-    q[:] = torch.randn(q.shape, generator=generator, device=device) * sizes
-    numbers = (torch.tensor(each, dtype=torch.int32, device=device) for each in (starts, lengths))
-    return q, cache, table.int(), *numbers
-
-
-def exact(given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the oracle's results: one softmax a request, fp64."""
-    q, cache, table, starts, lengths = given
-    outs, lses = [], []
-    for request, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
-        at = torch.arange(start, length, device=q.device)
-        rows = cache[table[request][at // cache.shape[1]].long(), at % cache.shape[1]].double()
-        scores = SCALE * q[request].double() @ rows.T
-        lses.append(scores.logsumexp(-1))
-        outs.append(scores.softmax(-1) @ rows[:, :512] if length > start else rows.new_zeros(q.shape[1], 512))
-    return torch.stack(outs).float(), torch.stack(lses).float()
-
-
 def attend(
     given: tuple[torch.Tensor, ...], longest: int, per_sm: int = 1, module: Any = wgmma, twin: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,20 +88,6 @@ def attend(
     return o, lse
 
 
-def wrong(
-    found: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor], bound_lse: float = BOUND_LSE
-) -> str:
-    """Say what is wrong, by the worst row; rows that saw nothing are zeros and -inf."""
-    o, lse = found[0].float(), found[1]
-    blind = wanted[1] == float("-inf")
-    size = wanted[0].norm(dim=-1).masked_fill(blind, 1.0)
-    apart = float(((o - wanted[0]).norm(dim=-1) / size).nan_to_num(9.0).max())
-    off = float((lse - wanted[1]).masked_fill(blind, 0.0).abs().nan_to_num(9.0).max())
-    said = [f"o is {apart:.1e} off"] * (not apart < BOUND_O) + [f"lse is {off:.1e} off"] * (not off < bound_lse)
-    return ", ".join(said + ["lse of what saw nothing"] * (not bool((lse[blind] == float("-inf")).all())))
-
-
-DRAWN = (330, 1, 64, 65, 0, 2, 129, 63, 200)
 # Lengths, heads, rows a page, starts, dtype.
 SHAPES: dict[str, tuple[tuple[int, ...], int, int, tuple[int, ...], torch.dtype]] = {
     "direct": ((1, 63, 64, 65, 0, 130, 7), 16, 64, (), BF16),
