@@ -13,12 +13,13 @@ from fastlayers.testing.spec import spec_of
 
 
 def cpu_triples() -> Iterator[tuple[str, str, str]]:
-    """Yield (layer, backend, case) for what a machine without a GPU must run: torch and Triton, small cases."""
+    """Yield (layer, backend, case) for what a machine without a GPU must run: rows that run on it, small cases."""
+    cpu = as_device("cpu")
     for layer in LAYERS:
-        for backend in ("torch", "triton"):
+        for backend in registry(layer).ranked:
             for case in spec_of(layer).cases:
-                if case.small and registry(layer).named(backend).refuse(case.cfg, as_device("cpu")) is None:
-                    yield layer, backend, case.name
+                if case.small and backend.name != "reference" and backend.why_not(case.cfg, cpu) is None:
+                    yield layer, backend.name, case.name
 
 
 def gpu_triples() -> Iterator[tuple[str, str, str]]:

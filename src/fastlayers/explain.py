@@ -10,7 +10,7 @@ from typing import Any
 from fastlayers import device as device_module
 from fastlayers import tuning
 from fastlayers.device import Device
-from fastlayers.errors import ArgumentError
+from fastlayers.errors import ArgumentError, describe
 from fastlayers.registry import LAYERS, PARTS, Backend, Choice, Rung, registry
 from fastlayers.runtime import builds
 from fastlayers.tuning.probe import choices_of
@@ -156,10 +156,13 @@ class Explanations(tuple[Explanation, ...]):
         What was captured, what each graph cost, and why steps ran uncaptured; printed last.
     ranks : tuple[str, ...]
         Of a model that is split over ranks: what is summed and gathered between its layers, a line a transition.
+    patched : tuple[str, ...]
+        Of a patched model: the modules in which no backend had to be chosen, and what runs in them.
     """
 
     steps: tuple[str, ...] = ()
     ranks: tuple[str, ...] = ()
+    patched: tuple[str, ...] = ()
 
     def losers(self) -> list[list[str]]:
         """Return of each module what lost and why; ``["as for …"]`` where an earlier module of the layer says it."""
@@ -174,7 +177,7 @@ class Explanations(tuple[Explanation, ...]):
     def __str__(self) -> str:
         rows = zip(self, self.losers(), strict=True)
         modules = ["\n".join([each.head, *(f"    not {line}" for line in lines)]) for each, lines in rows]
-        lines = [*modules, *self.ranks, *self.steps]
+        lines = [*modules, *self.patched, *self.ranks, *self.steps]
         return (
             "\n".join(lines) or "no layer of fastlayers in this module (fl.patch puts some under a Hugging Face model)"
         )
@@ -201,19 +204,22 @@ def explain(target: Any) -> Explanations:
     if hasattr(target, "report") and not isinstance(target, nn.Module):
         steps, target = target.report(), target.model
     if not isinstance(target, nn.Module):
-        raise ArgumentError("explain", "target", repr(target), "a layer's name, a layer, or a model")
-    found, lost = [], dict[Any, tuple[dict[str, str], dict[str, str]]]()
+        raise ArgumentError("explain", "target", describe(target), "a layer's name, a layer, or a model")
+    found, patched, lost = [], [], dict[Any, tuple[dict[str, str], dict[str, str]]]()
     for name, module in target.named_modules():
         if (driver := module.__dict__.get("_fl_decode")) is not None:
             steps += driver.report()
         num_bytes = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
-        for choice in choices_of(module):
+        choices = list(choices_of(module))
+        if not choices and (told := getattr(module, "_fl_implementation", None)) is not None:
+            patched.append(f"{name}: {told()}")
+        for choice in choices:
             same = (choice.layer, choice.cfg, choice.device, choice.requested, choice.evidence, choice.name)
             if same not in lost:
                 lost[same] = _lost(choice)
             found.append(_explain(name, choice, num_bytes, lost[same]))
     explained = Explanations(found)
-    explained.steps, explained.ranks = tuple(steps), tuple(_between_ranks(target))
+    explained.steps, explained.ranks, explained.patched = tuple(steps), tuple(_between_ranks(target)), tuple(patched)
     return explained
 
 

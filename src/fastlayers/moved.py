@@ -40,6 +40,18 @@ MODULES = {
     "fastlayers_models.shard_writer": "fastlayers_models.convert.shard_writer",
     "fastlayers_models.tasks": "fastlayers_server.tasks",
 }
+# old module -> what of it has another name, or another place than the rest
+NAMES = {
+    "fastlayers.attention.gqa.core": "phase_of: fastlayers.attention.batch.AttentionBatch",
+    "fastlayers.attention.mla.core": (
+        "Varlen: fastlayers.attention.mla.config.RaggedLengths; phase_of: fastlayers.attention.batch.AttentionBatch"
+    ),
+    "fastlayers.collector": "frozen_collector: fastlayers.runtime.gc_pause.gc_pause",
+    "fastlayers.moe.fused_moe.configs": "Plan: fastlayers.moe.fused_moe.launch_config.LaunchConfig",
+    "fastlayers.quant.fp8_linear": "blocks: fastlayers.quant.block_quant",
+    "fastlayers_models.contradictions": "contradictions: fastlayers_models.check_quantization.check_quantization",
+    "fastlayers_models.decode": "DecodeStep: fastlayers_models.step.ModelStep",
+}
 
 
 class OldModules:
@@ -52,7 +64,8 @@ class OldModules:
     def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         """Raise for an old name; everything else is somebody else's."""
         if name in MODULES:
-            raise ImportError(f"{name} is now {MODULES[name]}", name=name)
+            also = f" ({NAMES[name]})" if name in NAMES else ""
+            raise ImportError(f"{name} is now {MODULES[name]}{also}", name=name)
         return None
 
 

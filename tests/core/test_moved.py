@@ -12,9 +12,17 @@ from fastlayers import moved
 
 @pytest.mark.parametrize("old", moved.MODULES)
 def test_an_old_module_names_the_new_one(old: str) -> None:
-    with pytest.raises(ImportError, match=rf"^{old} is now {moved.MODULES[old]}$"):
+    with pytest.raises(ImportError) as raised:
         importlib.import_module(old)
+    also = f" ({moved.NAMES[old]})" if old in moved.NAMES else ""
+    assert str(raised.value) == f"{old} is now {moved.MODULES[old]}{also}"
     assert importlib.import_module(moved.MODULES[old]).__name__ == moved.MODULES[old]
+
+
+@pytest.mark.parametrize("old", moved.NAMES)
+def test_what_an_old_module_had_under_another_name_is_there(old: str) -> None:
+    for each in moved.NAMES[old].split("; "):
+        assert pkgutil.resolve_name(each.split(": ")[1]) is not None
 
 
 def test_from_package_import_old_names_the_new_one() -> None:

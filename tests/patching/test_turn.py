@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import fastlayers as fl
+from fastlayers.errors import NoBackendError
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny import build, prompt
@@ -114,3 +115,20 @@ def test_copies_and_pickles_turn_as_well() -> None:
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert other.model.layers[0].self_attn._fl_turn is not None
         assert torch.equal(other.generate(**prompt(), max_new_tokens=4, do_sample=False), wanted)
+
+
+def test_another_rotary_raises_and_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTLAYERS_BACKEND", "rotary=reference")
+    model = build("qwen3", torch.float32)
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(NoBackendError, match=r"(?s)rotary.*reference.*rotates by Triton's kernel, or as the original"):
+        fl.patch(model)
+    assert [type(module) for module in model.modules()] == before
+
+
+def test_what_runs_without_a_choice_is_explained() -> None:
+    model, _, _ = patched("qwen3")
+    explained = fl.explain(model)
+    assert len(explained.patched) == 2  # the norms and gates have a choice
+    assert "model.layers.1.self_attn: gqa=torch, rotary=triton, q_proj+k_proj+v_proj" in str(explained).splitlines()
+    assert fl.explain(build("qwen3", torch.float32)).patched == ()

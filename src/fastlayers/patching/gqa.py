@@ -221,6 +221,10 @@ class FastGQA(PackedModule):
         weight = getattr(self.q_proj, "weight", None)
         if isinstance(weight, torch.Tensor) and weight.device.type != "meta" and self.head_dim % 2 == 0:
             rotary = ROTARY.choose(RotaryConfig(self.head_dim, self.head_dim), weight.device)
+            if rotary.requested not in ("auto", "torch", "triton"):
+                why = "a patched module rotates by Triton's kernel, or as the original does"
+                refused = {rotary.requested: why}
+                raise NoBackendError("rotary", type(self).__name__, weight.device, rotary.requested, refused)
             if rotary.name == "triton":
                 from fastlayers.patching.triton_dense import TritonDense
                 from fastlayers.patching.triton_turn import TritonTurn
