@@ -179,6 +179,15 @@ def test_a_context_that_the_model_lacks_is_one_sentence_and_an_exit_code() -> No
     assert sentence.startswith("error: ") and "5000" in sentence and "4096" in sentence
 
 
+def test_one_rank_has_nobody_to_exchange_tokens_with_as_generate_says() -> None:
+    asked = "--expert-exchange", "exchange", "--device", "cpu"
+    served = run("--port", "0", "--log-level", "error", *asked)
+    command = [sys.executable, "-c", CODE, "generate", "hi", *asked]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | {"COLUMNS": "500"})
+    assert (served.returncode, served.stderr.strip().splitlines()[-1]) == (made.returncode, made.stderr.strip())
+    assert made.returncode == 1 and made.stderr.startswith("error: ParallelSpec: expert_exchange is 'exchange', while")
+
+
 def test_what_cannot_start_starts_nothing(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 import fastlayers as fl
+from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.errors import ArgumentError
 from fastlayers.layer import Layer
 from fastlayers.registry import registry
@@ -190,6 +191,8 @@ def load_model(config: EngineConfig, said: Callable[[str], None] = lambda part: 
     options |= {"fp8_math": True} if config.fp8_math else {}
     if config.tp * config.attn_dp_size > 1:
         options["parallel"], device = ranks_of(config).join(device)
+    elif config.expert_exchange != "auto":  # the model says what one rank cannot do
+        options["parallel"] = ParallelSpec(expert_exchange=config.expert_exchange)
     if config.load_format != "dummy":
         return AutoModel.from_pretrained(model_folder(config.model), dtype=dtype, device=device, **options)
     dtype = torch.bfloat16 if dtype == "auto" else dtype
