@@ -116,6 +116,27 @@ def test_whole_shared_experts_round_otherwise(folders: dict[str, str]) -> None:
         assert tokens == same and apart < 1e-5
 
 
+def alone(rank: Rank | None, folder: str, grid: dict[str, int]) -> tuple[list[list[int]], int]:
+    """Return the tokens of ranks that send them to their experts, and the replays; without a rank of one process."""
+    spec = ParallelSpec() if rank is None else replace(rank.spec(**grid), expert_exchange="exchange")
+    model = load(folder, parallel=spec)
+    kept = CudaGraphs(runtime=EagerRuntime(), warm_ups=1, freeze=False)
+    generator = Generator(model, max_batch=2, max_length=64, prefill_tokens=6, graphs=kept)
+    return generator.generate(PROMPTS, max_new_tokens=NEW, eos_ids=()), kept.replays
+
+
+@pytest.mark.parametrize(("family", "grid"), [
+    ("deepseek_v3", DP2), ("qwen3_moe", DP2), ("gpt_oss", DP2), ("qwen3_moe", {"ep": 2})
+])  # fmt: skip
+def test_captured_steps_give_the_tokens_of_one_process(
+    folders: dict[str, str], family: str, grid: dict[str, int]
+) -> None:
+    """The same on two GPUs: ``test_models_on_two_gpus.py``."""
+    wanted, _ = alone(None, folders[family], {})
+    (first, one), (second, other) = world(2).run(alone, folders[family], grid)
+    assert first == second == wanted and one == other > 0
+
+
 def said(call: Any) -> str:
     try:
         call()
