@@ -1,4 +1,4 @@
-"""The ranks without a scheduler: hear a plan, compute it, and compare its tokens with the first rank's."""
+"""The ranks without a scheduler: hear a plan, compute it, and compare calls and tokens with the first rank's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from fastlayers.errors import CollectiveMismatch
 from fastlayers_server.engine.executor import TorchExecutor, TorchStep
-from fastlayers_server.parallel.channel import Channel, Digest
+from fastlayers_server.parallel.channel import Calls, Channel, Digest
 from fastlayers_server.parallel.frames import Mirror
 
 AHEAD = 2  # plans that are launched before the tokens of the first are waited for
@@ -21,13 +21,17 @@ def follow(executor: TorchExecutor, channel: Channel) -> None:
     ------
     CollectiveMismatch
         The tokens here are not those of the first rank.
+    CollectiveOrderError
+        What was called here between ranks is not what the first rank called.
     RankLostError
         A rank did not answer.
     """
     mirror, digest, flying = Mirror(), Digest(), deque[TorchStep]()
+    calls = Calls(channel.axis)
     known = {0: 0}  # digests of this rank that the first rank's are still to be compared with
     while (frame := channel.hear()) is not None:
         plan, told, wanted = mirror.plan(frame)
+        calls.compare(*mirror.calls, plan.tick)  # first: tokens of a step whose calls differ may never be there
         if told not in known:
             while digest.count < told:
                 _settle(flying, digest, known)

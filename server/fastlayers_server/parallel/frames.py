@@ -24,20 +24,23 @@ class Admitted(msgspec.Struct, frozen=True, array_like=True):
 class Frame(msgspec.Struct, frozen=True, array_like=True):
     """A plan behind the requests that are new in it, and which digest the ranks' tokens must have.
 
-    ``told``, ``digest``: of the first so many plans whose tokens the first rank has, see :class:`Digest`.
+    ``told``, ``digest``: of the first so many plans whose tokens the first rank has, see :class:`Digest`. ``calls``,
+    ``made``: what the first rank called between ranks since the plan before, see :class:`Calls`.
     """
 
     admitted: tuple[Admitted, ...]
     plan: msgspec.Raw
     told: int
     digest: int
+    calls: int = 0
+    made: str = ""
 
 
 _encode = msgspec.msgpack.Encoder(enc_hook=lambda request: request.slot).encode
 _decode = msgspec.msgpack.Decoder(Frame).decode
 
 
-def encode(plan: TickPlan, told: int = 0, digest: int = 0) -> bytes:
+def encode(plan: TickPlan, told: int = 0, digest: int = 0, calls: int = 0, made: str = "") -> bytes:
     """Return a plan as bytes."""
     admitted = tuple(
         Admitted(
@@ -46,19 +49,27 @@ def encode(plan: TickPlan, told: int = 0, digest: int = 0) -> bytes:
         )
         for r in plan.admitted
     )  # fmt: skip
-    return _encode(Frame(admitted, msgspec.Raw(_encode(plan)), told, digest))
+    return _encode(Frame(admitted, msgspec.Raw(_encode(plan)), told, digest, calls, made))
 
 
 class Mirror:
-    """The requests of a rank without a scheduler, by slot."""
+    """The requests of a rank without a scheduler, by slot.
+
+    Attributes
+    ----------
+    calls : tuple[int, str]
+        What the last frame said that the first rank had called, see :class:`Calls`.
+    """
 
     def __init__(self) -> None:
         self.requests: dict[int, Request] = {}
+        self.calls = (0, "")
         self._plan = msgspec.msgpack.Decoder(TickPlan, dec_hook=lambda kind, slot: self.requests[slot]).decode
 
     def plan(self, frame: bytes) -> tuple[TickPlan, int, int]:
         """Return the plan of a frame, ``told`` and ``digest``."""
         found = _decode(frame)
+        self.calls = found.calls, found.made
         for each in found.admitted:
             request = Request(each.submit, 0, unpack_ids(each.tokens), frozenset(each.ends), each.submit.priority)
             request.prompt_len, request.slot = each.prompt_len, each.slot

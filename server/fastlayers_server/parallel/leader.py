@@ -7,7 +7,7 @@ from typing import Any
 
 from fastlayers_server.engine.loop import Executor, Step
 from fastlayers_server.engine.request import TickPlan, TickResult
-from fastlayers_server.parallel.channel import Channel, Digest
+from fastlayers_server.parallel.channel import Calls, Channel, Digest
 from fastlayers_server.parallel.frames import encode
 
 
@@ -45,12 +45,15 @@ class Leader:
     channel : Channel
     """
 
+    same_steps = True  # captured ones
+
     def __init__(self, executor: Executor, channel: Channel) -> None:
         self._executor, self.channel, self._digest = executor, channel, Digest()
+        self._calls = Calls(channel.axis, self.same_steps)
 
     def launch(self, plan: TickPlan) -> LeaderStep:
         """Tell the others, and begin."""
-        self.channel.tell(encode(plan, self._digest.count, self._digest.value))
+        self.channel.tell(encode(plan, self._digest.count, self._digest.value, *self._calls.take()))
         return LeaderStep(self._executor.launch(plan), self)
 
     def reported(self, result: Callable[[], TickResult]) -> Any:

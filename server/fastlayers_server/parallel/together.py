@@ -15,12 +15,13 @@ import torch
 
 from fastlayers.attention.buckets import ExtendBuckets
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta
+from fastlayers.comm.trail import TRAIL
 from fastlayers.errors import CollectiveMismatch
 from fastlayers_models.groups import Together
 from fastlayers_server.engine.executor import TorchExecutor, TorchStep
 from fastlayers_server.engine.request import Chunk, Request, TickPlan, TickResult
 from fastlayers_server.engine.step import SlotStep
-from fastlayers_server.parallel.channel import Channel
+from fastlayers_server.parallel.channel import Calls, Channel
 from fastlayers_server.parallel.frames import Mirror, encode
 from fastlayers_server.parallel.groups import GroupsPlan
 from fastlayers_server.parallel.leader import Leader, LeaderStep
@@ -29,11 +30,16 @@ REPORT = b"report"
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """The plans of all groups, and how many tokens each brings to the extend and to the decode step."""
+    """The plans of all groups, and how many tokens each brings to the extend and to the decode step.
+
+    ``calls``, ``made``: see :class:`Calls`; of those along all ranks.
+    """
 
     frames: tuple[bytes, ...]
     extends: tuple[int, ...]
     rows: tuple[int, ...]
+    calls: int = 0
+    made: str = ""
 
 
 _pack = msgspec.msgpack.Encoder().encode
@@ -58,6 +64,9 @@ class GroupSlotStep(SlotStep):
         return max(self._counts(size))
 
     def _agree(self, size: int, bucket: int | None) -> None:
+        # Groups replay a bucket by graphs of their own, as their requests are drawn.
+        what = "a decode step" if bucket is None else f"a replay of bucket {bucket}"
+        TRAIL.note(what, self.model.parallel.tp, None, None)
         if bucket is None:
             self._together.plan(self._counts(size), extend=False)
         else:
@@ -122,6 +131,8 @@ class TogetherStep(LeaderStep):
 class GroupLeader(Leader):
     """The first rank's executor over all ranks of several groups; parameters as of :class:`Leader`."""
 
+    same_steps = False
+
     def __init__(self, executor: GroupExecutor, channel: Channel) -> None:
         super().__init__(executor, channel)
         parallel = executor.model.parallel
@@ -132,7 +143,7 @@ class GroupLeader(Leader):
         assert isinstance(plan, GroupsPlan) and isinstance(self._executor, GroupExecutor)
         extends = tuple(each.extend_tokens for each in plan.plans)
         rows = tuple(len(each.rows) for each in plan.plans)
-        self.channel.tell(_pack(Envelope(tuple(map(encode, plan.plans)), extends, rows)))
+        self.channel.tell(_pack(Envelope(tuple(map(encode, plan.plans)), extends, rows, *self._calls.take())))
         return TogetherStep(self._executor.launch_together(plan.plans[0], extends, rows), self)
 
     def reported(self, result: Any) -> list[TickResult]:
@@ -160,12 +171,20 @@ class GroupLeader(Leader):
 
 
 def follow_together(executor: GroupExecutor, channel: Channel) -> None:
-    """Compute what the first rank plans for this rank's group, until it says that nothing follows."""
+    """Compute what the first rank plans for this rank's group, until it says that nothing follows.
+
+    Raises
+    ------
+    CollectiveOrderError
+        What was called here between all ranks is not what the first rank called.
+    """
     mirror, flying, group = Mirror(), deque[TorchStep](), executor.model.parallel.attn_dp.rank
+    calls = Calls(channel.axis, steps=False)
     while (message := channel.hear()) is not None:
         if message == REPORT:
             channel.collect(_pack(flying.popleft().result()))
             continue
         told = _envelope(message)
         plan = mirror.plan(told.frames[group])[0]
+        calls.compare(told.calls, told.made, plan.tick)
         flying.append(executor.launch_together(plan, told.extends, told.rows))

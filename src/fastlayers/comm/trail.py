@@ -17,6 +17,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ def _code(call: Call) -> int:
     return found
 
 
+@lru_cache(MOST_CODES)  # a server's first rank says them in every step
 def _words(call: Call) -> str:
     name, shape, dtype, sizes = call
     if shape is None:
@@ -77,9 +79,13 @@ class Trail:
         self.lines: dict[tuple[int, ...], Line] = {}
 
     def note(
-        self, name: str, axis: Axis, shape: Sequence[int], dtype: torch.dtype, sizes: Sequence[int] | None = None
-    ) -> None:
-        """Take a call that is about to be launched along an axis; what differs between ranks by design is left out."""
+        self, name: str, axis: Axis, shape: Sequence[int] | None, dtype: torch.dtype | None,
+        sizes: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        """Take a call that is about to be launched along an axis; what differs between ranks by design is left out.
+
+        Without a shape the name says it all.
+        """
         if torch.compiler.is_compiling():
             return  # a program is compiled once; what runs is its captured step
         line = self.lines.get(axis.ranks)
@@ -106,12 +112,16 @@ class Trail:
         """Return one number of all lines, whichever ranks they are of: groups do the same, each within itself."""
         return sum(line.value for line in self.lines.values()) & _MASK
 
-    def take(self, axis: Axis) -> tuple[int, Callable[[], str]]:
+    def take(self, axis: Axis, *, steps: bool = True) -> tuple[int, Callable[[], str]]:
         """Return the number of the calls that all ranks of an axis make, and what tells them; begin anew.
 
-        Calls along axes that some of these ranks are not on are theirs alone.
+        Calls along axes that some of these ranks are not on are theirs alone, and so are replays without ``steps``.
         """
-        common = {ranks: line for ranks, line in self.lines.items() if ranks == STEPS or set(axis.ranks) <= set(ranks)}
+        common = {
+            ranks: line
+            for ranks, line in self.lines.items()
+            if (steps if ranks == STEPS else set(axis.ranks) <= set(ranks))
+        }
         value = 0
         for ranks in sorted(common):
             value = (value * _PRIME + common[ranks].value) & _MASK
@@ -125,8 +135,10 @@ class Trail:
         return value, told
 
 
-def name_difference(axis: Axis, told: Sequence[str]) -> None:
+def name_difference(axis: Axis, told: Sequence[str], where: str = "") -> None:
     """Raise what ranks called differently; ``told``: by each rank of the axis, of the calls since they last compared.
+
+    ``where``: that these were made, as the beginning of the sentence.
 
     Raises
     ------
@@ -147,11 +159,11 @@ def name_difference(axis: Axis, told: Sequence[str]) -> None:
         else:
             continue
         raise CollectiveOrderError(
-            f"{along}, number {number} since ranks last agreed: {each}; accepted: the same on all ranks. "
+            f"{where}{along}, number {number} since ranks last agreed: {each}; accepted: the same on all ranks. "
             "FASTLAYERS_DEBUG=1 names where a call is made, before it is launched."
         )
     raise CollectiveOrderError(
-        f"ranks {names} made other calls, and more than {KEPT} ago; accepted: the same on all ranks. "
+        f"{where}ranks {names} made other calls, and more than {KEPT} ago; accepted: the same on all ranks. "
         "FASTLAYERS_DEBUG=1 names the first, and where it is made, before it is launched."
     )
 

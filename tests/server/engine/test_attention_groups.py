@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fastlayers.attention.buckets import ExtendBuckets
+from fastlayers.comm.parallel import SINGLE
 from fastlayers.errors import ArgumentError, CollectiveMismatch
 from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
 from fastlayers.testing.world import Rank, world
@@ -129,7 +130,7 @@ def test_a_plan_of_all_groups() -> None:
 class OneRank:
     """A channel in whose world each rank of a group draws what is given."""
 
-    size = 2
+    size, axis = 2, SINGLE
 
     def __init__(self, *drawn: list[list[int]]) -> None:
         self.drawn, self.said = drawn, []  # type: ignore[var-annotated]
@@ -191,7 +192,7 @@ def test_groups_with_nothing_to_do_make_the_calls_of_those_that_have() -> None:
                 drawn = [TickResult([[7]] * len(each.sampled)) for each in plan.plans]
                 groups.commit(plan, drawn, 0.0)
     heard = iter([*channel.said, None])
-    follow_together(ranks[1], SimpleNamespace(hear=lambda: next(heard)))  # type: ignore[arg-type]
+    follow_together(ranks[1], SimpleNamespace(hear=lambda: next(heard), axis=SINGLE))  # type: ignore[arg-type]
     assert ranks[0].made == ranks[1].made and idle > 50
     assert all(own and (extends or decodes) for _, extends, decodes, _, own in ranks[0].made)
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import zmq
 
+from fastlayers.comm.parallel import SINGLE
 from fastlayers.errors import ArgumentError, CollectiveMismatch
 from fastlayers_server.engine import child, startup
 from fastlayers_server.engine import protocol as p
@@ -113,7 +114,7 @@ class Script:
     """A channel and an executor of one rank, with what the first one says."""
 
     def __init__(self, tokens: list[list[int]], digests: list[tuple[int, int]]) -> None:
-        self.rank, self.tokens, self.launched = 1, iter(tokens), 0
+        self.rank, self.axis, self.tokens, self.launched = 1, SINGLE, iter(tokens), 0
         plans = []
         for tick, (told, digest) in enumerate(digests):
             plan = TickPlan(tick, rows=[request(1)], starts=[3], admitted=[request(1)] if tick == 0 else [])
@@ -167,9 +168,9 @@ def test_masks_of_the_first_rank_are_those_of_the_others() -> None:
     step = SimpleNamespace(sample=seen.append, result=lambda: TickResultOf([3]))
     executor: Any = SimpleNamespace(launch=lambda plan: step, model=SimpleNamespace(device=torch.device("cpu")))
     masks = torch.tensor([[-1, -1, -1], [5, 0, -7]], dtype=torch.int32)
-    Leader(executor, SimpleNamespace(tell=told.append)).launch(plan).sample(masks)  # type: ignore[arg-type]
+    Leader(executor, SimpleNamespace(tell=told.append, axis=SINGLE)).launch(plan).sample(masks)  # type: ignore[arg-type]
     heard = iter([*told, None])
-    follower.follow(executor, SimpleNamespace(rank=1, hear=lambda: next(heard)))  # type: ignore[arg-type]
+    follower.follow(executor, SimpleNamespace(rank=1, axis=SINGLE, hear=lambda: next(heard)))  # type: ignore[arg-type]
     assert len(seen) == 2 and seen[0] is masks and seen[1].dtype == torch.int32 and torch.equal(seen[1], masks)
 
 
