@@ -37,10 +37,11 @@ from fastlayers.runtime.graphs import CudaGraphs, bucket_of
 from fastlayers.sampler.layer import MODES, Sampler, SamplingParams
 from fastlayers.torch_compile import TorchCompile
 from fastlayers_models.agreement import same_requests, same_settings
-from fastlayers_models.groups import GroupStep, run_groups
+from fastlayers_models.between_ranks import RankStep
+from fastlayers_models.groups import run_groups, step_class
 from fastlayers_models.images import prompt_images
 from fastlayers_models.requests import Request, Token, prompts_of, stop_ids, wrong_ids
-from fastlayers_models.step import ModelStep, Part, Pending, StepKey
+from fastlayers_models.step import Part, Pending, StepKey
 
 _GREEDY = SamplingParams(temperature=0.0)
 
@@ -140,7 +141,7 @@ class Generator:
         sampler = Sampler(model.config.vocab_size, device=model.device)
         self.groups = parallel.attn_dp if parallel is not None else SINGLE
         self.ranks = collectives(parallel.tp if parallel is not None else SINGLE)
-        self.step = (ModelStep if self.groups.size == 1 else GroupStep)(
+        self.step = step_class(parallel)(
             model,
             self.caches,
             self.state,
@@ -199,7 +200,7 @@ class Generator:
             image_grid_thw=image_grid_thw,
         ):  # fmt: skip
             outputs[token.request].append(token.id)
-        return self.step.of_all_groups(outputs) if isinstance(self.step, GroupStep) else outputs
+        return self.step.of_all_groups(outputs) if isinstance(self.step, RankStep) else outputs
 
     def stream(
         self,

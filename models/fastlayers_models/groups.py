@@ -22,14 +22,14 @@ import torch
 from fastlayers.attention.buckets import ExtendBuckets
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta
-from fastlayers.comm.board import Board
 from fastlayers.comm.collectives import collectives
 from fastlayers.comm.padding import StepTokens
-from fastlayers.comm.ranks import TIMEOUT
-from fastlayers.comm.trail import TRAIL, name_difference
+from fastlayers.comm.parallel import ParallelSpec
+from fastlayers.comm.trail import TRAIL
 from fastlayers.errors import ArgumentError
 from fastlayers.runtime.graphs import bucket_of
 from fastlayers.sampler.layer import MODES
+from fastlayers_models.between_ranks import RankStep, SplitStep
 from fastlayers_models.overlap import Planned, token_cut
 from fastlayers_models.requests import Request, Token
 from fastlayers_models.rows import Pending
@@ -99,7 +99,7 @@ class Together:
         return step
 
 
-class GroupStep(ModelStep):
+class GroupStep(RankStep):
     """The steps of one attention group, which all other groups make, too; parameters as of :class:`ModelStep`."""
 
     real_rows = Together
@@ -108,8 +108,7 @@ class GroupStep(ModelStep):
         super().__init__(*args, **options)
         axis = self.model.parallel.attn_dp
         self._groups, self._together = collectives(axis), Together(self.model)
-        self._board = Board.make(axis, TIMEOUT.total_seconds())
-        TRAIL.take(axis)  # what ranks called before is nobody's order
+        self._board = self._meet(axis)
         self.extend_buckets = ExtendBuckets((), ())
 
     def exchange(self, intent: Intent) -> list[Intent]:
@@ -133,20 +132,8 @@ class GroupStep(ModelStep):
             found = self._groups.all_gather(mine).tolist()
             TRAIL.take(axis)  # this exchange is no call of a step
         if any(each[-1] != value for each in found):
-            self._name_difference(told())
+            self._name_difference(self._board, told())
         return [Intent(*each[:-1]) for each in found]
-
-    def _name_difference(self, told: str) -> None:
-        """Raise what the ranks of all groups called differently; on all of them."""
-        axis = self.model.parallel.attn_dp
-        if self._board is not None:
-            every = [each.decode() for each in self._board.exchange(told.encode())]
-        else:
-            import torch.distributed as dist
-
-            every = [""] * axis.size
-            dist.all_gather_object(every, told, group=axis.group)
-        name_difference(axis, every)
 
     def of_all_groups(self, outputs: list[list[int]]) -> list[list[int]]:
         """Return the outputs of all groups' requests: request ``i`` is group ``i % groups``'s."""
@@ -201,6 +188,18 @@ class GroupStep(ModelStep):
     ) -> torch.Tensor:
         halves = () if self.halves is None else self.halves.of(meta)
         return self._together.compute(ids, meta, self.caches, images, halves)
+
+
+def step_class(parallel: ParallelSpec | None) -> type[ModelStep]:
+    """Return what makes the steps of a model that is split so."""
+    import torch.distributed as dist
+
+    if parallel is None or parallel.tp.size == 1:
+        return ModelStep
+    if parallel.attn_dp.size > 1:
+        return GroupStep
+    # Ranks that are threads have one trail between them.
+    return SplitStep if isinstance(parallel.tp.group, dist.ProcessGroup) else ModelStep
 
 
 Drawn = tuple[list[Request], Pending]

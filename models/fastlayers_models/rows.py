@@ -8,7 +8,7 @@ Outbox         pinned buffers that tokens are copied to; Pending waits for one
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -236,12 +236,17 @@ class ExtendInputs:
         self._mirrored.send(0, None if origins else 8 * (self._ids.storage_offset() + width))
 
 
+def _nothing() -> None:
+    pass
+
+
 class Pending:
     """Tokens on their way to the host, one a row (or one for each part of an extend that draws)."""
 
     def __init__(self, slot: _Slot, size: int, kept: Sequence[int] | None) -> None:
         self._slot, self._size, self._kept = slot, size, kept
         self._found: list[int] | None = None
+        self.before: Callable[[], None] = _nothing  # what is done before the host waits
 
     def arrived(self) -> bool:
         """Whether nobody would wait for the tokens."""
@@ -256,11 +261,14 @@ class Pending:
             More than :data:`IN_FLIGHT` steps were launched since, and the tokens were not read.
         RankLostError
             Another rank was waited for in vain.
+        CollectiveOrderError
+            Of several ranks: they called differently between each other, see :class:`SplitStep`.
         """
         if self._found is None:
             if self._slot.owner is not self:
                 accepted = f"tokens read before {IN_FLIGHT} more steps are launched"
                 raise ArgumentError("Pending.tokens", "step", "overwritten", accepted)
+            self.before()
             if self._slot.arrived is not None:
                 self._slot.arrived.synchronize()
             if self._slot.status is not None and (code := int(self._slot.status)):

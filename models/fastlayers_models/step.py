@@ -26,6 +26,7 @@ from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.comm.collectives import by_nccl, collectives
 from fastlayers.comm.parallel import AXES, SINGLE
+from fastlayers.comm.trail import TRAIL
 from fastlayers.errors import ArgumentError, CaptureError
 from fastlayers.runtime.captured_steps import CapturedSteps
 from fastlayers.runtime.gc_pause import gc_pause
@@ -449,9 +450,10 @@ class ModelStep(CapturedSteps):
         if self._ranks.size == 1:
             return failed
         captured = torch.full((1,), int(failed is None), dtype=torch.int32, device=self.model.device)
-        if int(self._ranks.all_reduce_(captured)) < self._ranks.size and failed is None:
-            return CaptureError("another rank could not capture it")
-        return failed
+        if int(self._ranks.all_reduce_(captured)) == self._ranks.size:
+            return None
+        TRAIL.take(self.model.parallel.tp)  # who failed has called less
+        return failed if failed is not None else CaptureError("another rank could not capture it")
 
     def _run_extend(self, meta: AttentionMeta, mode: str) -> torch.Tensor:
         """Return the tokens drawn, one a request; of requests that do not draw, anything."""

@@ -2,11 +2,12 @@
 
     collectives, layers between ranks ─► note ─► hash and calls, for each set of ranks that a call was along
     a captured step                   ─► one call when it is captured (of all that it holds), one for each replay
-    once a step                       ─► the hashes of all ranks lie beside what they exchange anyway; where they differ
-                                         the calls are exchanged, and every rank names the first that is not the same
+    once a step                       ─► the hashes of all ranks lie beside what they exchange anyway, or are written
+                                         where all read them; where they differ the calls are exchanged, and every rank
+                                         names the first that is not the same
 
 A call costs its host a microsecond or so, a step a few bytes, the device nothing. What was called differently is named
-behind the step that did so, and before another one is launched; :mod:`fastlayers.comm.order` names it before it is
+behind the step that did so, and before the host waits for that; :mod:`fastlayers.comm.order` names it before it is
 launched, and where it was made.
 """
 
