@@ -170,10 +170,11 @@ def _suites() -> Iterator[Part]:
         "multigpu_suite", f"pytest tests/comm/test_two_gpus.py tests/comm/test_world.py -m multigpu {suite}",
         "multigpu_suite_h200.json", 90, "10: 2; 14: 2", (), 2, PLAIN,
     )  # fmt: skip
-    yield Part(
-        "multigpu_models", f"pytest tests/models/test_models_on_two_gpus.py -m multigpu {suite}",
-        "multigpu_models_h200.json", 120, "14: 2, tokens of whole models", (), 2, PLAIN, noisy=True,
-    )  # fmt: skip
+    for name, which, took in (("multigpu_models", "not sent", 100), ("multigpu_exchange", "sent", 45)):
+        yield Part(
+            name, f"pytest tests/models/test_models_on_two_gpus.py -m multigpu -k '{which}' {suite}",
+            f"{name}_h200.json", took, "14: 2, tokens of whole models", (), 2, PLAIN, noisy=True,
+        )  # fmt: skip
     yield Part(
         "multigpu_packages", f"pytest tests/comm/test_two_gpus_packages.py -m multigpu {suite}",
         "multigpu_packages_h200.json", 175, "14: item 1, rows of packages", ("flashinfer", "sgl_kernel"), 2, noisy=True,
