@@ -111,10 +111,10 @@ def _served() -> Iterator[Part]:
         yield Part(f"serve.{model}", command, result, took, target, needs, 1, PLAIN, quiet=True)
     command = "benchmarks/serve_rows.py Qwen/Qwen3-8B --switches --seconds 165 --log {dir}/server.log --out {out}"
     yield Part("serve.switches", command, "performance/serve.jsonl", 170, "13: row 9", SERVER, 1, PLAIN, quiet=True)
-    flags = "--switches lookup --seconds 280"
+    flags = "--switches lookup --seconds 330"
     command = f"benchmarks/serve_rows.py Qwen/Qwen3-8B {flags} --log {{dir}}/server.log --out {{out}}"
     target = "13: row 6, drafts where they do not help"
-    yield Part("serve.lookup", command, "performance/serve.jsonl", 200, target, SERVER, 1, PLAIN, quiet=True)
+    yield Part("serve.lookup", command, "performance/serve.jsonl", 207, target, SERVER, 1, PLAIN, quiet=True)
     command = "benchmarks/speculation.py Qwen/Qwen3-8B --batch 1 8 --trees 9 33 --kernels 14 --out {out}"
     yield Part(
         "speculation", command, "speculation_h200.jsonl", 85, "13: row 6, the verifying step", ("msgspec",), 1, PLAIN
@@ -414,6 +414,7 @@ HISTORY = {
     "host_by_machine_h200.jsonl": "host_time.* and cold_start.* on slower hosts, at the page's commit",
     "cutlass_boundary_h200.jsonl": "sgl_kernel's experts around 2,048 rows: among the rows of products since",
     "tp8_layer_ways_h200.jsonl": "launches of DeepSeek-V3's layer exchanged by turns; benchmarks/notes/tp8_layer.md",
+    "tp8_layer_decode_h200.jsonl": "tp8_layer as far as it came, decode; benchmarks/notes/tp8_layer.md",
     "mla_chain_h200.jsonl": "latent attention in chains, sums of parts as before and as now; benchmarks/notes/mla.md",
     "mla_columns_h200.jsonl": "latent attention with heads as columns of wgmma; benchmarks/notes/mla.md",
     "fp8_vectors_experts_h200.jsonl": "one token's FP8 experts by vectors; benchmarks/notes/fused_moe_triton.md",

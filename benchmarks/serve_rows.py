@@ -22,7 +22,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -341,12 +341,18 @@ def main() -> None:
 
 
 def switched(model: str, options: argparse.Namespace, log: Path) -> Iterator[Row]:
-    """Yield the rows of a model's server with everything that is on by default, and with each switch turned."""
+    """Yield the rows of a model's server with everything that is on by default, and with each switch turned.
+
+    Beside what is off by default there is a usual server before and one behind: two of a kind differ, too, by what they
+    measured when they started.
+    """
     end = time.monotonic() + options.seconds
     rate = 0.0
-    usual: dict[str, Row] = {}
+    found: dict[str, dict[str, list[Row]]] = {}  # by switch, all usual servers together, and by load
     turned = {name: (SWITCHES | ADDED)[name] for name in options.switches or SWITCHES}
-    for name, (flags, loads) in {"": ((), tuple(LOADS)), **turned}.items():
+    added = [name for name in turned if name in ADDED]
+    usual = ("", (), tuple(LOADS))
+    for name, flags, loads in [usual, *((name, *each) for name, each in turned.items()), *[usual] * bool(added)]:
         server = Server(model, log, (*ranks_of(options), *flags))
         try:
             started = server.ready(end)
@@ -354,17 +360,24 @@ def switched(model: str, options: argparse.Namespace, log: Path) -> Iterator[Row
                 yield {"row": "switch", "switch": name, **started}
                 continue
             for load in loads:
-                often = REPEATS.get(load, 1) if turned.keys() & ADDED.keys() else 1
+                often = REPEATS.get(load, 1) if added else 1
                 runs = [bench(server.port, end, *load_of(load, rate, options.small, run)) for run in range(often)]
                 rate = rate or LOAD * runs[0].get("request_throughput", 0.0)
-                row = median_of([short(found, *LOADS[load]) for found in runs], LOADS[load][0])
-                if name:
-                    sides = {"on": row, "off": usual[load]} if name in ADDED else {"on": usual[load], "off": row}
-                    yield {"row": "switch", "switch": name, "load": load, **sides}
-                else:
-                    usual[load] = row
+                found.setdefault(name, {}).setdefault(load, []).extend(short(run, *LOADS[load]) for run in runs)
+                if name and name not in added:
+                    yield side_by_side(name, load, found)
         finally:
             server.stop()
+    for name in added:
+        for load in found.get(name, ()):
+            yield side_by_side(name, load, found)
+
+
+def side_by_side(name: str, load: str, found: Mapping[str, Mapping[str, Sequence[Row]]]) -> Row:
+    """Return a switch's row: the median runs of a load with and without it."""
+    turned, usual = (median_of(found[server][load], LOADS[load][0]) for server in (name, ""))
+    sides = {"on": turned, "off": usual} if name in ADDED else {"on": usual, "off": turned}
+    return {"row": "switch", "switch": name, "load": load, **sides}
 
 
 def median_of(rows: Sequence[Row], name: str) -> Row:

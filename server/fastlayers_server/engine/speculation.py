@@ -27,6 +27,7 @@ PROBE = 50
 # What a tick of drafts costs, over one without, until it was measured: four rows to verify, and no overlap.
 UNSEEN = 1.25
 WATCHED = 4  # requests whose tokens lookup is compared with while nothing is drafted
+READ = 512  # of a prompt, before it is watched, in a tick at most
 LONGEST, KEPT = 4, 4  # tokens of a suffix that are compared; places of a pair of tokens that are remembered
 SMOOTH = 0.1
 
@@ -38,14 +39,20 @@ class Lookup:
         self._places: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         self._done = 1
 
-    def draft(self, tokens: Sequence[int], count: int) -> Sequence[int]:
-        """Return what followed the longest suffix of ``tokens`` that occurred before, the latest of several."""
+    def read(self, tokens: Sequence[int], most: int) -> bool:
+        """Take so many more pairs of ``tokens`` at most; returns whether none is left."""
         last = len(tokens) - 1
-        while self._done < last:  # the suffix itself is no earlier occurrence
+        for _ in range(min(most, last - self._done)):  # the suffix itself is no earlier occurrence
             places = self._places[tokens[self._done - 1], tokens[self._done]]
             places.append(self._done)
             del places[:-KEPT]
             self._done += 1
+        return self._done >= last
+
+    def draft(self, tokens: Sequence[int], count: int) -> Sequence[int]:
+        """Return what followed the longest suffix of ``tokens`` that occurred before, the latest of several."""
+        self.read(tokens, len(tokens))
+        last = len(tokens) - 1
         if last < 1 or count < 1:
             return ()
         best, length = -1, 1
@@ -81,8 +88,9 @@ class Lookups:
                 self._expected[request] = len(request.tokens), self.draft(request, 1)
         for request in rows if len(watched) < WATCHED else ():
             if not request.general and request not in self._expected:
-                # One more a tick: all of its prompt is looked through.
-                self._expected[request] = len(request.tokens), self.draft(request, 1)
+                # One at a time, and a long prompt over several ticks: the device may wait for this.
+                if self._lookups.setdefault(request, Lookup()).read(request.tokens, READ):
+                    self._expected[request] = len(request.tokens), self.draft(request, 1)
                 break
         return right, wrong
 

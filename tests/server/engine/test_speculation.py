@@ -19,7 +19,7 @@ from fastlayers_server.engine.metrics import Metrics
 from fastlayers_server.engine.mtp import Growing
 from fastlayers_server.engine.protocol import Sampling, Submit
 from fastlayers_server.engine.request import Chunk, Request, TickPlan, TickResult, Tree
-from fastlayers_server.engine.speculation import PROBE, Lookup, Lookups, Speculation
+from fastlayers_server.engine.speculation import PROBE, READ, Lookup, Lookups, Speculation
 from fastlayers_server.engine.step import RIGHT, TREE, VERIFY
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -318,6 +318,16 @@ def test_a_few_requests_are_watched_and_each_once() -> None:
     # Who may not draft says nothing of drafts.
     others = [Known([5, 6, 7, 5, 6], general=True)]
     assert lookups.watch(others) == (0, 0) and others[0] not in lookups._expected  # type: ignore[arg-type]
+
+
+def test_a_long_prompt_is_read_over_several_ticks_before_it_is_watched() -> None:
+    lookups, long = Lookups(), Known([*range(2 * READ), 0, 1])
+    reads = []
+    for _ in range(4):
+        lookups.watch([long])  # type: ignore[arg-type]
+        reads.append((lookups._lookups[long]._done, long in lookups._expected))  # type: ignore[index]
+    assert reads == [(1 + READ, False), (1 + 2 * READ, True), *[(1 + 2 * READ, True)] * 2]
+    assert lookups._expected[long][1] == [2]  # type: ignore[index]
 
 
 def test_where_enough_are_watched_nobody_else_is_looked_at() -> None:
