@@ -171,7 +171,7 @@ def test_planted_bug_shows(name: str, tmp_path: Path) -> None:
 def test_one_token_of_real_experts_gpu(shared: int) -> None:
     cfg = replace(V3, num_experts=16, num_shared=shared)
     plans = [LaunchConfig.of(config) for config in candidates(cfg, 1) if config["m"] == 0]
-    assert plans[0] == plan_for(1, cfg, False)
+    assert len(plans) > 4 and plan_for(1, cfg, False) not in plans  # tables alone take them
     agree(cfg, plans, 1, "cuda", 20)
 
 
