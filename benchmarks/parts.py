@@ -75,13 +75,13 @@ def _single() -> Iterator[Part]:
     for model in MODELS:
         command = f"benchmarks/host_time.py {model} --out {{out}}"
         yield Part(
-            f"host_time.{model}", command, "performance/host_time.jsonl", 20, "10: section 1, 16 tokens", quiet=True
+            f"host_time.{model}", command, "performance/host_time.jsonl", 18, "10: section 1, 16 tokens", quiet=True
         )
     for model, took in (("qwen3_8b", 35), ("gpt_oss_20b", 30), ("deepseek_v3_slice", 27), ("qwen3_30b", 30)):
         command = f"benchmarks/host_time.py {model} --patch --out {{out}}"
         target = "10: section 1, patch without graphs; 12"
         yield Part(f"patch_plain.{model}", command, "performance/host_time.jsonl", took, target, quiet=True)
-    for model, batches, took in (("qwen3_8b", "1", 80), ("qwen3_30b", "1 16", 125)):
+    for model, batches, took in (("qwen3_8b", "1", 80), ("qwen3_30b", "1 16", 122)):
         # Patched without graphs: patch_plain.
         variants = "--variants stock stock_best graph"
         command = f"benchmarks/patch_gpu.py --model {model} --batch {batches} {variants} --json {{out}}"
@@ -101,7 +101,7 @@ def _served() -> Iterator[Part]:
     """Servers over HTTP on one GPU."""
     # Without the packages that compile for a minute. Triton's kernels take up to 50 seconds, 2,000 arrivals come in 53,
     # 50 and 34. Who compiled starts again, in 20 seconds more.
-    for model, took in zip(MODELS, (160, 120, 145), strict=True):
+    for model, took in zip(MODELS, (160, 108, 145), strict=True):
         needs = (*SERVER, *(("triton_kernels",) if model == "gpt_oss_20b" else ()))
         command = (
             f"benchmarks/serve_rows.py {SERVED[model]} --seconds {took + 70} --arrivals 2000 --log {{dir}}/server.log "
@@ -111,10 +111,10 @@ def _served() -> Iterator[Part]:
         yield Part(f"serve.{model}", command, result, took, target, needs, 1, PLAIN, quiet=True)
     command = "benchmarks/serve_rows.py Qwen/Qwen3-8B --switches --seconds 165 --log {dir}/server.log --out {out}"
     yield Part("serve.switches", command, "performance/serve.jsonl", 170, "13: row 9", SERVER, 1, PLAIN, quiet=True)
-    flags = "--switches lookup --seconds 330"
+    flags = "--switches lookup --seconds 370"
     command = f"benchmarks/serve_rows.py Qwen/Qwen3-8B {flags} --log {{dir}}/server.log --out {{out}}"
     target = "13: row 6, drafts where they do not help"
-    yield Part("serve.lookup", command, "performance/serve.jsonl", 207, target, SERVER, 1, PLAIN, quiet=True)
+    yield Part("serve.lookup", command, "performance/serve.jsonl", 240, target, SERVER, 1, PLAIN, quiet=True)
     command = "benchmarks/speculation.py Qwen/Qwen3-8B --batch 1 8 --trees 9 33 --kernels 14 --out {out}"
     yield Part(
         "speculation", command, "speculation_h200.jsonl", 85, "13: row 6, the verifying step", ("msgspec",), 1, PLAIN
@@ -148,7 +148,7 @@ def _starts() -> Iterator[Part]:
         result = "performance/generate_alone.jsonl"
         yield Part(f"generate_alone.{model}", command, result, took, "16: row 10, no package", environment=ALONE)
     command = "benchmarks/generate.py qwen3_30b_a3b --no-decode --capture --objects 5000000 --out {out}"
-    yield Part("capture", command, "performance/capture.jsonl", 50, "15: rows 54, 56", environment=PLAIN, quiet=True)
+    yield Part("capture", command, "performance/capture.jsonl", 45, "15: rows 54, 56", environment=PLAIN, quiet=True)
     command = "benchmarks/generate.py qwen3_30b_a3b --no-decode --out {out}"
     yield Part("import_to_token", command, "performance/first_token.jsonl", 25, "10: import to first token")
 
@@ -201,7 +201,7 @@ def _suites() -> Iterator[Part]:
 def _layers() -> Iterator[Part]:
     """Layers against the packages, and optimisations one at a time."""
     points = (
-        ("mla.bf16", "mla", "kv_dtype=torch.bfloat16", 90), ("mla.e4m3", "mla", "kv_dtype=torch.float8", 25),
+        ("mla.bf16", "mla", "kv_dtype=torch.bfloat16", 90), ("mla.e4m3", "mla", "kv_dtype=torch.float8", 20),
         ("gqa.few_heads", "gqa", "a key head", 5), ("gqa", "gqa", "^(?!.*a key head).*kv_dtype=torch.bfloat16", 95),
         ("gqa.e4m3", "gqa", "kv_dtype=torch.float8", 85), ("small_ops.turns", "small_ops", " ro[tu][at][re][yr] ", 40),
         ("small_ops", "small_ops", "^(?!.* ro[tu][at][re][yr] )", 125), ("fused_moe", "fused_moe", "", 220),
@@ -245,7 +245,7 @@ def _layers() -> Iterator[Part]:
         yield Part(name, command, f"{file}.jsonl", took, target, needs, 1, PLAIN if not needs else ())
     # What packages compile when it is first called takes most of the one; the other compiles Triton's kernels alone.
     for name, flags, took, needs, disabled in (
-        ("tp8_layer", " --build", 150, PACKAGES, ()), ("tp8_layer_alone", "", 45, (), ALONE)
+        ("tp8_layer", " --build", 150, PACKAGES, ()), ("tp8_layer_alone", "", 42, (), ALONE)
     ):  # fmt: skip
         command = f"benchmarks/tp8_layer.py --profile{flags} --seconds {1.5 * took:.0f} --out {{out}}"
         target = "16: rows 4, 5, 7" if needs else "16: rows 4, 5, 7, 10, no package"

@@ -52,7 +52,7 @@ ADDED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 # A burst, and the longest gaps of ten seconds, differ by more between two runs of one server than what is off by
 # default may cost: such loads come so many times, with other prompts, and the median run counts.
-REPEATS = {"shared prefix": 9, "arrivals": 3}
+REPEATS = {"shared prefix": 9, "arrivals": 2}
 # What is told of a load: the first is what a switch is for.
 LOADS = {
     "at once": ("output_throughput", "median_ttft_ms", "median_tpot_ms"),
@@ -343,16 +343,16 @@ def main() -> None:
 def switched(model: str, options: argparse.Namespace, log: Path) -> Iterator[Row]:
     """Yield the rows of a model's server with everything that is on by default, and with each switch turned.
 
-    Beside what is off by default there is a usual server before and one behind: two of a kind differ, too, by what they
-    measured when they started.
+    What is off by default is timed in two servers by turns with two usual ones: two of a kind differ, too, by what they
+    measured when they started, from which chunks follow.
     """
     end = time.monotonic() + options.seconds
     rate = 0.0
     found: dict[str, dict[str, list[Row]]] = {}  # by switch, all usual servers together, and by load
     turned = {name: (SWITCHES | ADDED)[name] for name in options.switches or SWITCHES}
     added = [name for name in turned if name in ADDED]
-    usual = ("", (), tuple(LOADS))
-    for name, flags, loads in [usual, *((name, *each) for name, each in turned.items()), *[usual] * bool(added)]:
+    servers = [("", (), tuple(LOADS)), *((name, *each) for name, each in turned.items())]
+    for name, flags, loads in servers * (2 if added else 1):
         server = Server(model, log, (*ranks_of(options), *flags))
         try:
             started = server.ready(end)

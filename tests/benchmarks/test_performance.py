@@ -412,10 +412,9 @@ def test_what_a_server_does_without_something(
     servers.clear()
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--switches", "lookup"])
     rows_of.main()
-    assert servers[::2] == [(), rows_of.ADDED["lookup"][0], ()]
+    assert servers[::2] == [(), rows_of.ADDED["lookup"][0]] * 2
     added = [json.loads(line) for line in (tmp_path / "serve.jsonl").read_text().splitlines()][-4:]
-    assert [len(row["on"].get("of", [0])) for row in added] == [1, 1, 9, 3]
-    assert [len(row["off"]["of"]) for row in added] == [2, 2, 18, 6]
+    assert [len(row[side]["of"]) for row in added for side in ("on", "off")] == [2, 2, 2, 2, 18, 18, 4, 4]
     drafted = [line for line in tables.serving().splitlines()[2:] if line not in lines]
     assert drafted == [
         f"| qwen3_8b, lookup on / off, {told} | at most 2 % {worse} on |"
