@@ -193,7 +193,7 @@ class Marked(Splitter):
     style : Style, optional
     keep_special : bool
     forced : sequence of str
-        Functions of which the answer calls one, if it can be nothing but calls.
+        Functions of which the answer calls one, if what begins as a call can be nothing else.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class Marked(Splitter):
         self._header = re.compile(style.header) if style else re.compile("")
         self._thinking = reasoning and thinks(tokens, prompt)
         self._call: Call | None = None
-        self._calls = 0
+        self._calls, self._said = 0, False
         # Blanks behind a call: no content where another call or the end follows, and part of what else follows.
         self._gap: str | None = None
 
@@ -218,12 +218,15 @@ class Marked(Splitter):
         return "tool" if self._call is not None else "reasoning" if self._thinking else "content"
 
     def finish(self, text: str) -> list[Delta]:
-        """Take the rest; where only calls can be, text is one that was cut, and told as soon as it can be but one."""
-        deltas = [*super().finish(text), *self._close("")]
+        """Take the rest; where only a call begins as one, that is one that was cut, told as soon as it can be but one.
+
+        Whatever does not begin as one is content, as an answer is that a request's format allows beside calls.
+        """
+        said, deltas = self._said, [*super().finish(text), *self._close("")]
         begun = "".join(delta.text for delta in deltas if delta.kind == "content").lstrip()
         begins = self._style.begins_with_name if self._style and begun else ""
         fit = [name for name in self._forced if begins.replace("NAME", name).startswith(begun)]
-        if not begins or not fit:
+        if said or not begins or not fit:
             return deltas
         cut = [Delta("tool", "", self._calls, fit[0])] if len(fit) == 1 else []
         return [*(delta for delta in deltas if delta.kind != "content"), *cut]
@@ -251,6 +254,7 @@ class Marked(Splitter):
         if self._gap is not None:
             text = self._gap + text
             self._gap = None if text.strip() else text
+        self._said = self._said or bool(text.strip())
         return [] if self._gap is not None else [Delta("content", text)]
 
     def _close(self, marker: str) -> list[Delta]:
@@ -333,7 +337,7 @@ class Formats:
     ) -> Callable[[Sequence[int]], Parser] | None:
         """Return what makes the parser of an answer to a prompt, or None where all of it is content.
 
-        ``forced``: functions of which the answer calls one, if it can be nothing but calls.
+        ``forced``: functions of which the answer calls one, if what begins as a call can be nothing else.
         """
         if self.harmony:
             return lambda prompt: Harmony(tokens, prompt, keep_special)

@@ -331,10 +331,16 @@ class ChatRequest(Common, ChatPrompt):
 
     @property
     def forced(self) -> list[str]:
-        """Names of the functions of which the answer calls one, if it must."""
+        """Names of the functions of which the answer calls one, if it must, or else is JSON, which begins otherwise."""
         if isinstance(self.tool_choice, NamedTool):
             return [self.tool_choice.function.name]
-        return [tool.function.name for tool in self.tools or ()] if self.tool_choice == "required" else []
+        form, out = self.response_format, self.structured_outputs
+        if form is None or form.type == "text":
+            json = out is not None and out.json_ is not None
+        else:
+            json = form.type != "structural_tag"
+        must = self.tool_choice == "required" or (json and self.tool_choice != "none")
+        return [tool.function.name for tool in self.tools or ()] if must else []
 
     @model_validator(mode="after")
     def _chat(self) -> ChatRequest:

@@ -401,6 +401,33 @@ def test_beside_tools_an_answer_is_calls_or_what_the_format_says(choice: str | N
         assert (error["code"], error["param"]) == ("invalid_grammar", "response_format")
 
 
+JSON_FORMAT = {"response_format": {"type": "json_object"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [(JSON_FORMAT, []), (JSON_FORMAT | {"tool_choice": "auto"}, []), ({"guided_json": {"type": "object"}}, []),
+     ({"guided_regex": "<tool.*"}, ["<tool_call>\n"]), ({}, ["<tool_call>\n"])],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_in_place_of_json_that_is_cut_is_no_content(qwen: Any, fields: Any, told: Any, stream: bool) -> None:  # noqa: F811
+    """An answer by a pattern, or a free one, may begin as a call does: of these all is told."""
+    tools = [WEATHER, {"type": "function", "function": {"name": "f"}}]
+    text = "<tool_call>\n"
+    options: dict[str, Any] = {"features": GRAMMAR, "grammars": Compiler(), "tokens": qwen, "vocab_size": 520}
+    with serving(script_of(qwen, "</think>" + text + "{"), **options) as server:
+        Recording(server)
+        most = 1 + len(qwen.encode(text, False))
+        body = {"model": "tiny", "messages": messages(), "tools": tools, "max_tokens": most, "stream": stream}
+        said = server.post("/v1/chat/completions", body | fields)
+    assert said.status_code == 200, said.text
+    chunks = [json.loads(line[6:]) for line in said.text.splitlines() if line.startswith("data: {")] or [said.json()]
+    parts = [choice.get("message") or choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    assert [part["content"] for part in parts if part.get("content")] == told
+    assert not any(part.get("tool_calls") for part in parts)
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
 THOUGHT = '<|channel|>analysis<|message|>hm {"x"}<|end|><|start|>assistant'
 SAID, CALLED = "<|channel|>final<|message|>", "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
 FORCED = {"tools": [WEATHER, {"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}

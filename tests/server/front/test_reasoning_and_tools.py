@@ -125,6 +125,14 @@ def test_a_forced_call_that_is_cut_is_a_call(which: str, request: pytest.Fixture
 
 
 @BOTH
+def test_an_answer_where_a_call_may_stand_is_content(which: str, request: pytest.FixtureRequest) -> None:
+    tokens: TokenText = request.getfixturevalue(which)
+    for text in ('{"a": "<tool_call>', '{"a": "<tool_call>\n{"name": "w', '{"a": 1}', " [", "", '"<to', "\n<tool_cow>"):
+        parser = Marked(tokens, [], True, STYLES["hermes"], forced=["weather", "time"])
+        assert said(parts_of(tokens, parser, text)) == [("content", "", text)][: len(text)]
+
+
+@BOTH
 @pytest.mark.parametrize("body", ["no json", '{"nome": 1}', "", '{"name": 3, "arguments": {}}', "[" * 2000])
 def test_what_is_no_call_is_content(which: str, body: str, request: pytest.FixtureRequest) -> None:
     tokens: TokenText = request.getfixturevalue(which)
