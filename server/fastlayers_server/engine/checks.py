@@ -10,9 +10,12 @@ from fastlayers_server.engine.queue import WaitingQueue
 
 
 def refusal(
-    submit: Submit, config: SchedulerConfig, live: Container[int], draining: bool, queue: WaitingQueue
+    submit: Submit, config: SchedulerConfig, live: Container[int], draining: bool, queue: WaitingQueue, free: int = 0
 ) -> tuple[str, str] | None:
-    """Return (code, sentence) for a request that must not enter; the front checks the same before."""
+    """Return (code, sentence) for a request that must not enter; the front checks the same before.
+
+    ``free``: slots that the next ticks give to so many of those who wait.
+    """
     if submit.rid in live:
         return "duplicate_request_id", f"request {submit.rid} is still running"
     if draining:
@@ -30,7 +33,7 @@ def refusal(
             "context_length_exceeded",
             f"{prompt} prompt tokens are more than may wait at all; accepted: at most {most}",
         )
-    if queue.count >= config.max_queued_requests or queue.tokens + prompt > config.max_queued_tokens:
+    if queue.count >= config.max_queued_requests + free or queue.tokens + prompt > config.max_queued_tokens:
         most = (
             f"{config.max_queued_requests} (--max-queued-requests) of {config.max_queued_tokens} (--max-queued-tokens)"
         )

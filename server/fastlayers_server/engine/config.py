@@ -34,7 +34,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     max_partial_prefills : int
         Requests that may be left in the middle of their prompt after a tick.
     max_queued_requests, max_queued_tokens : int
-        Beyond them a request is refused with "queue_full".
+        Beyond them, and beyond a request for each free slot, one is refused with "queue_full".
     policy : str
         "fcfs", or "lpm": the longest cached prefix first, within a window, and nobody is passed over more than 8 times.
     enable_priority, prefix_cache : bool
@@ -122,7 +122,9 @@ class EngineConfig:
     max_partial_prefills: int = flag(
         2, "prompts that may be half done at once", "--max-num-partial-prefills", within=(1, 256)
     )
-    max_queued_requests: int = flag(2048, "more get 429", "--max-num-queued-reqs", within=(1, 2**20))
+    max_queued_requests: int = flag(
+        2048, "more than so many without a free slot get 429", "--max-num-queued-reqs", within=(1, 2**20)
+    )
     max_queued_tokens: int = flag(4_000_000, "prompt tokens that wait; more get 429", "--max-num-queued-tokens", within=(1, 2**40))  # fmt: skip  # noqa: E501
     schedule_policy: str = flag("fcfs", "order of waiting requests", "--scheduling-policy", choices=("fcfs", "lpm"))
     enable_priority: bool = flag(False, "requests may set priority; SMALLER is served first", "--enable-priority-scheduling")  # fmt: skip  # noqa: E501

@@ -31,6 +31,11 @@ class Running:
         self._ratio = RATIO_START
 
     @property
+    def free(self) -> int:
+        """How many slots are free."""
+        return len(self._slots)
+
+    @property
     def full(self) -> bool:
         """Whether no slot is free."""
         return not self._slots

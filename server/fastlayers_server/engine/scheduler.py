@@ -69,7 +69,7 @@ class Scheduler:
 
     def submit(self, submit: Submit, now: float) -> None:
         """Queue a request, or refuse it."""
-        refused = refusal(submit, self.config, self.live, self.draining, self.queue)
+        refused = refusal(submit, self.config, self.live, self.draining, self.queue, self.running.free)
         if refused:
             self.metrics.add("rejections_total", refused[0])
             wait = self.queue.retry_after(now) if refused[0] == "queue_full" else 0.0

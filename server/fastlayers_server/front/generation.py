@@ -139,9 +139,10 @@ def launch(front: Front, body: Common, prompts: list[list[int]], wanted: Wanted,
     choices = body.n or 1
     if choices > front.config.max_n:
         raise bad("n", f"given {choices}; accepted: 1 to {front.config.max_n}")
-    most = min(64, info.max_queued_requests)  # all of them wait at once; of more, another try would be refused as well
+    # All of them come at once; of more, another try would be refused as well.
+    most = min(64, info.max_queued_requests + info.max_running)
     if choices * len(prompts) > most:
-        why = "" if most == 64 else " (--max-queued-requests)"
+        why = "" if most == 64 else " (--max-queued-requests and --max-running-requests)"
         raise bad("n", f"{len(prompts)} prompts of {choices} choices; accepted: {most} in all{why}")
     if body.priority and not front.config.enable_priority:
         raise bad("priority", "the server was started without --enable-priority", "unsupported_parameter")

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -104,6 +105,17 @@ def test_what_is_known_by_its_number_stays_in_its_group() -> None:
     made.draining = True
     made.submit(submit(4, [5], 2), 0.0)
     assert made.draining and made.outputs[-1].code == "draining"
+
+
+def test_a_burst_finds_the_free_slots_of_each_group() -> None:
+    limits = msgspec.structs.replace(LIMITS, max_running=3, max_queued_requests=1)
+    made = Groups([Scheduler(limits), Scheduler(limits)])
+    for rid in range(1, 10):
+        made.submit(submit(rid, [5, 6], 8), 0.0)
+    assert list(map(len, where(made))) == [4, 4] and [output.code for output in made.outputs] == ["queue_full"]
+    made.plan(0.0)
+    made.submit(submit(10, [5, 6], 8, group=1), 0.0)  # a group's slots are its own
+    assert [(output.rid, output.code) for output in made.outputs[1:]] == [(10, "queue_full")]
 
 
 def test_a_plan_of_all_groups() -> None:

@@ -16,7 +16,8 @@ from fastlayers_server.engine.checks import refusal
 from fastlayers_server.engine.client import EngineClient
 from fastlayers_server.engine.config import SchedulerConfig
 from fastlayers_server.engine.queue import WaitingQueue
-from fastlayers_server.engine.request import Request
+from fastlayers_server.engine.request import Request, TickResult
+from fastlayers_server.engine.scheduler import Scheduler
 
 sys.path.insert(0, str(Path(__file__).parent))
 from scripted import ScriptedEngine, hashed, saying
@@ -219,3 +220,22 @@ def test_a_full_queue_names_its_limits_and_what_never_fits_is_another_error() ->
     waiting.push(Request(before, 1, [5, 6], frozenset(), 0))
     code, said = told([5]) or ("", "")
     assert code == "queue_full" and "at most 1 (--max-queued-requests) of 4 (--max-queued-tokens)" in said
+
+
+def test_a_burst_that_finds_free_slots_is_not_a_queue() -> None:
+    """Of those who came since the last tick as many get a slot in the next one as there are."""
+    scheduler = Scheduler(SchedulerConfig(512, 64, 64, 8, max_running=4, max_queued_requests=2))
+
+    def burst(rids: range) -> list[int]:
+        for rid in rids:
+            scheduler.submit(p.Submit(rid, p.pack_ids([5, 6]), max_new_tokens=3), 0.0)
+        refused = [output.rid for output in scheduler.outputs if output.code == "queue_full"]
+        scheduler.outputs.clear()
+        return refused
+
+    assert burst(range(1, 9)) == [7, 8]
+    plan = scheduler.plan(0.0)
+    assert len(plan.admitted) == 4 and burst(range(10, 12)) == [10, 11]
+    scheduler.commit(plan, TickResult([[7]] * 4), 0.0)
+    scheduler.end([1], 0.0)
+    assert burst(range(20, 23)) == [21, 22]

@@ -278,8 +278,9 @@ class World:
         assert len(owners) == cache.num_pages - 1
         waiting = list(scheduler.queue)
         new, limits = [r.prompt_len for r in waiting if r.cached < 0], self.config
-        assert len(new) <= limits.max_queued_requests and sum(new) <= limits.max_queued_tokens, "I17: beyond a bound"
-        assert len(waiting) <= limits.max_queued_requests + limits.max_running, "I17: beyond a bound"
+        assert sum(new) <= limits.max_queued_tokens, "I17: beyond a bound"
+        most = limits.max_queued_requests + limits.max_running
+        assert len(waiting) + len(scheduler.running.requests) <= most, "I17: beyond a bound"
         counted = scheduler.queue.count, scheduler.queue.tokens
         assert counted == (len(waiting), sum(r.prompt_len for r in waiting)), "I17: miscounted"
 

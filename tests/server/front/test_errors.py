@@ -294,11 +294,14 @@ def test_a_full_queue_and_a_deadline_that_passed() -> None:
 
 
 def test_more_choices_than_may_wait_are_no_full_queue() -> None:
-    engine = ScriptedEngine(tick_seconds=0.0, max_running=2, max_queued_requests=3)
+    engine = ScriptedEngine(tick_seconds=0.0, max_running=1, max_queued_requests=2)
     with serving(engine=engine) as server:
         ask = {"model": "tiny", "prompt": "a", "max_tokens": 1}
         refused = server.post("/v1/completions", ask | {"n": 4})
-        assert "accepted: 3 in all (--max-queued-requests)" in error_of(refused, 400, "invalid_value")["message"]
+        assert (
+            "accepted: 3 in all (--max-queued-requests and --max-running-requests)"
+            in error_of(refused, 400, "invalid_value")["message"]
+        )
         assert server.post("/v1/completions", ask | {"n": 3}).status_code == 200
 
 
