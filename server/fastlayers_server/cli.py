@@ -20,7 +20,7 @@ from fastlayers.comm.ranks import Ranks
 from fastlayers.device import DESCRIBED
 from fastlayers.errors import ArgumentError, CheckpointError, FastlayersError
 from fastlayers_server import bench_command, eval_command, tune_command, warmup_command
-from fastlayers_server.ranks import said_by_another, started_elsewhere
+from fastlayers_server.ranks import check_heads, said_by_another, started_elsewhere
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
 # What is piped is read by programs, or searched: it is not wrapped.
@@ -363,12 +363,15 @@ def generate(
     from fastlayers_models.checkpoint import read_json
     from fastlayers_server.generate_command import on_engine, on_ranks
     from fastlayers_server.hugging_face import chat_ids, tokenizer_of
+    from fastlayers_server.known_models import config_of
 
     # What is wrong is said before a process is started, or anything is read.
     _check_text("prompt", prompt)
     place, number, cache = _device(device), _dtype(dtype), _dtype(kv_dtype, "--kv-dtype") if kv_dtype else None
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     ranks = Ranks(tp, dp, ep, expert_exchange=expert_exchange)
+    if tp > 1:
+        check_heads("generate", tp, config_of(str(_path(checkpoint, "--checkpoint"))))
     if started_elsewhere(ranks):
         return
     path = _path(checkpoint, "--checkpoint")

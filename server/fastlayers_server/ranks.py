@@ -14,9 +14,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from fastlayers import env
 from fastlayers.comm.ranks import Ranks
@@ -58,6 +59,28 @@ def started_elsewhere(ranks: Ranks) -> bool:
             print(f"error: torchrun was ended by {signal.Signals(-code).name}", file=sys.stderr)
         raise SystemExit(max(1, code))
     return True
+
+
+def check_heads(command: str, tp: int, config: Mapping[str, Any]) -> None:
+    """Raise :class:`ArgumentError` for more ranks than a model's attention is split over; each would say so by itself.
+
+    Parameters
+    ----------
+    command : str
+        Named in the error.
+    tp : int
+    config : mapping
+        The parsed ``config.json``. What is wrong with it others say.
+    """
+    text = config.get("text_config")
+    config = text if isinstance(text, Mapping) else config
+    heads = config.get("num_attention_heads")
+    if tp == 1 or tp > MOST or not isinstance(heads, int) or heads < 1:
+        return
+    able = [str(count) for count in range(1, min(heads, MOST) + 1) if heads % count == 0]
+    if str(tp) not in able:
+        accepted = " or ".join(filter(None, (", ".join(able[:-1]), able[-1])))
+        raise ArgumentError(command, "--tp", tp, f"{accepted}: each rank has as many of the {heads} attention heads")
 
 
 def launcher(processes: int, module: str) -> list[str]:

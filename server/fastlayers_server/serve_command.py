@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastlayers.errors import ArgumentError, CheckpointError
 from fastlayers_server import log as logs
+from fastlayers_server.known_models import config_of
+from fastlayers_server.ranks import check_heads
 from fastlayers_server.serve_config import NAMES, ServeConfig, as_json, keys_of, parse
 
 if TYPE_CHECKING:
@@ -76,7 +78,10 @@ def run(config: ServeConfig) -> int:
     try:
         if config.speculative_draft_model and config.load_format != "dummy":
             model_folder(dataclasses.replace(config, model=config.speculative_draft_model))
-        return _run(config, model_folder(config), begin, leaving)
+        folder = model_folder(config)
+        if config.tp > 1:
+            check_heads("serve", config.tp, config_of(str(folder)))
+        return _run(config, folder, begin, leaving)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -20,6 +20,7 @@ from fastlayers.device import DESCRIBED
 from fastlayers.errors import ArgumentError, CheckpointError, FastlayersError
 from fastlayers_models.find import TINY, assets
 from fastlayers_server.cli import app, main
+from fastlayers_server.ranks import check_heads
 from fastlayers_server.variants import VARIANTS
 
 GPT_OSS = str(Path(__file__).parents[2] / "checkpoints" / "tiny_gpt_oss")
@@ -381,10 +382,27 @@ def test_convert_refuses_what_our_loader_does(tmp_path: Path) -> None:
         assert said in str(seen.exception) and target.exists() == (not said), (name, seen.exception)
 
 
-def test_processes_that_fail_say_why_without_torchruns_report() -> None:
-    done = command("generate", "hi", "--tp", "3", "--device", "cpu")
+def test_processes_that_fail_say_why_without_torchruns_report(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    done = command("generate", "hi", "--checkpoint", str(tmp_path), "--tp", "2", "--device", "cpu")
     assert done.returncode == 1 and done.stdout == ""
-    assert set(done.stderr.splitlines()) == {"error: MLAAttention num_heads: size is 4 over 3 ranks; accepted: a multiple of 3"}  # fmt: skip  # noqa: E501
+    (said,) = set(done.stderr.splitlines())
+    assert said.startswith("error: ") and "model_type 'mamba' is unknown" in said
+
+
+def test_more_ranks_than_heads_are_refused_before_any_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", None)
+    for tp, other in ((3, ("--device", "cpu")), (32, ("--dp", "2", "--device", "cpu"))):
+        seen = run("generate", "hi", "--tp", str(tp), *other).exception
+        assert isinstance(seen, ArgumentError) and f"generate: --tp is {tp}; accepted: 1, 2 or 4: each" in str(seen)
+    config = {"num_attention_heads": 40}
+    for fits in (1, 8, 20, 40, 100):  # of so many processes others say that these are too many
+        check_heads("serve", fits, config)
+        check_heads("serve", fits, {"text_config": config, "num_attention_heads": 3})
+    for unknown in ({}, {"num_attention_heads": None}, {"num_attention_heads": "8"}, {"num_attention_heads": 0}):
+        check_heads("serve", 3, unknown)  # the family says what is wrong
+    with pytest.raises(ArgumentError, match="--tp is 2; accepted: 1: each"):
+        check_heads("serve", 2, {"num_attention_heads": 1})
 
 
 @pytest.mark.parametrize(

@@ -222,6 +222,7 @@ def test_what_cannot_start_starts_nothing(tmp_path: Path) -> None:
             ["--speculative-algorithm", "ngram", "--speculative-topk", "2"],
             "speculative_topk is 2; accepted: 1, or 2 to",
         ),
+        (["--tp", "32"], "serve: --tp is 32; accepted: 1, 2 or 4: each rank has as many of the 4 attention heads"),
         (["--speculative-verify", "rejection"], "speculative_verify is 'rejection'; accepted: 'match', or"),
     ],
 )
