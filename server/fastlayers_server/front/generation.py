@@ -165,7 +165,8 @@ def launch(front: Front, body: Common, prompts: list[list[int]], wanted: Wanted,
     skip = body.skip_special_tokens is not False
     end_ids = frozenset(info.eos_ids) | frozenset(body.stop_token_ids or ())
     hidden = frozenset(front.tokens.special) if skip else frozenset()
-    timeout = front.config.request_timeout
+    timeout = front.config.request_timeout  # from now on: to compile a grammar has a limit of its own
+    deadline = time.monotonic() + timeout if timeout else 0.0
     for prompt, limit in zip(prompts, limits, strict=True):
         first = 0
         for index in range(choices):
@@ -176,7 +177,7 @@ def launch(front: Front, body: Common, prompts: list[list[int]], wanted: Wanted,
             row = Row(job, rid, prompt, detokenizer, parser, stops, end_ids, hidden)
             request = Submit(
                 rid, pack_ids(prompt), sampling[index], limit, body.min_tokens or 0, tuple(body.stop_token_ids or ()),
-                bool(body.ignore_eos), body.priority or 0, arrival, arrival + timeout if timeout else 0.0,
+                bool(body.ignore_eos), body.priority or 0, arrival, deadline,
                 namespace_of(key, body.cache_salt), wanted.logprobs, wanted.prompt_logprobs, wanted.grammar, first,
             )  # fmt: skip
             first = first or rid

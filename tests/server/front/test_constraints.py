@@ -401,6 +401,18 @@ def test_beside_tools_an_answer_is_calls_or_what_the_format_says(choice: str | N
         assert (error["code"], error["param"]) == ("invalid_grammar", "response_format")
 
 
+def test_a_grammar_that_is_compiled_is_not_waited_for_until_the_deadline() -> None:
+    """The first one after a start takes a process that has to import and to read; nobody was busy."""
+
+    class Starting(Compiler):
+        async def compile(self, source: str) -> str:
+            await asyncio.sleep(1.2)
+            return await super().compile(source)
+
+    response, (grammar, _) = asked_for({"guided_choice": ["yes"]}, Starting(), request_timeout=1.0)
+    assert response.status_code == 200 and grammar.serialized == "{}", response.text
+
+
 JSON_FORMAT = {"response_format": {"type": "json_object"}}
 
 
