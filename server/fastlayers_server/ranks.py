@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -83,10 +83,13 @@ def check_heads(command: str, tp: int, config: Mapping[str, Any]) -> None:
         raise ArgumentError(command, "--tp", tp, f"{accepted}: each rank has as many of the {heads} attention heads")
 
 
-def launcher(processes: int, module: str) -> list[str]:
-    """Return the command that runs a module in so many processes of this host; its arguments are appended."""
+def launcher(processes: int, module: str, program: str = "fastlayers_server.ranks") -> list[str]:
+    """Return the command that runs a module in so many processes of this host; its arguments are appended.
+
+    ``program``: the module that calls :func:`launch`.
+    """
     options = ["--standalone", "--max-restarts", "0", "--nproc-per-node", str(processes)]
-    return [sys.executable, "-m", "fastlayers_server.ranks", *options, "-m", module]
+    return [sys.executable, "-m", program, *options, "-m", module]
 
 
 def said_by_another(error: str) -> bool:
@@ -128,7 +131,8 @@ def _ask_all(number: int, frame: object) -> None:
                 os.kill(pid, number)
 
 
-def _launch(arguments: Sequence[str]) -> int:
+def launch(arguments: Sequence[str], told: Callable[[str], None]) -> int:
+    """Run torchrun with these arguments, and return the exit code; ``told`` hears which process a signal ended."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
@@ -138,14 +142,21 @@ def _launch(arguments: Sequence[str]) -> int:
     try:
         main(arguments)
     except ChildFailedError as error:
-        rank, first = error.get_first_failure()
+        # Of those of the same second a signal is the cause of the others, unless it is torchrun's own.
+        rank, first = min(
+            error.failures.items(), key=lambda each: (each[1].timestamp, not _signalled(each[1].exitcode))
+        )
         if first.exitcode < 0:  # by a signal, so it could not say anything
-            print(f"error: the process of rank {rank} was ended by {first.signal_name()}", file=sys.stderr)
+            told(f"the process of rank {rank} was ended by {first.signal_name()}")
         return max(1, first.exitcode)
     except SignalException as error:  # its processes are gone by then
         return 128 + error.sigval
     return 0
 
 
+def _signalled(exitcode: int) -> bool:
+    return exitcode < 0 and exitcode != -signal.SIGTERM
+
+
 if __name__ == "__main__":
-    raise SystemExit(_launch(sys.argv[1:]))
+    raise SystemExit(launch(sys.argv[1:], lambda said: print(f"error: {said}", file=sys.stderr)))

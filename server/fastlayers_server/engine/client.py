@@ -34,7 +34,7 @@ from fastlayers_server.engine.config import EngineConfig
 
 log = logging.getLogger(__name__)
 RESTARTS, RESTART_SECONDS = 3, 600.0  # more deaths than so many in so long are the end
-FOLDER = "fastlayers-engine-"
+FOLDER, LOST = "fastlayers-engine-", "RankLostError: "
 PAUSE = 5.0  # seconds until a process that could not be started is tried again: who holds all files may let go
 SILENCE = 60.0  # a process that sends nothing for so long is hung, whatever it does
 LEAST_SILENCE = 5.0  # of one that serves: it sends something once a second, on hosts that stand for a while, too
@@ -242,8 +242,10 @@ class EngineClient:
     def _hear(self, message: p.FromEngine, out: zmq.Socket[bytes]) -> None:
         if isinstance(message, p.Died):
             # Told when it is gone. Of several ranks the exit code is torchrun's, so what was said counts, and
-            # of that the first: when a rank has failed the others say that they lost it.
-            self._reason, self._refused = self._reason or message.reason, self._refused or not message.restarting
+            # of that the first; of ranks that say that they lost another one, whoever knows why.
+            if not self._reason or (LOST in self._reason and LOST not in message.reason):
+                self._reason = message.reason
+            self._refused = self._refused or not message.restarting
             return
         if isinstance(message, p.Beat):
             self.phase = message.phase

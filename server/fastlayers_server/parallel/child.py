@@ -22,7 +22,7 @@ from fastlayers_server.engine import child
 from fastlayers_server.engine.child import Phase
 from fastlayers_server.engine.config import EngineConfig
 from fastlayers_server.engine.loop import Engine
-from fastlayers_server.engine.protocol import encode
+from fastlayers_server.engine.protocol import Died, encode
 from fastlayers_server.ranks import end_with_launcher, launcher
 
 LOOK_SECONDS = 0.5
@@ -30,7 +30,8 @@ LOOK_SECONDS = 0.5
 
 def command_of(config: EngineConfig) -> list[str]:
     """Return what starts all ranks of an engine; folder, epoch and front are appended."""
-    return launcher(config.tp * config.attn_dp_size, "fastlayers_server.parallel.child")
+    program = "fastlayers_server.parallel.launch"
+    return launcher(config.tp * config.attn_dp_size, "fastlayers_server.parallel.child", program)
 
 
 def _end_with(front: int, folder: str) -> None:
@@ -104,13 +105,18 @@ def _failed(error: Exception, rank: int, folder: str, epoch: int, *, begun: bool
     told, code = child.died(error, epoch, begun=begun, who=f"rank {rank}")
     if begun:  # while they start, ranks mostly end alike, and the first one says the same
         told = msgspec.structs.replace(told, reason=f"rank {rank}: {told.reason}")
+    send(folder, epoch, told)
+    return code
+
+
+def send(folder: str, epoch: int, told: Died) -> None:
+    """Send the front a message from a process that ends."""
     context = zmq.Context[Any]()
     front = context.socket(zmq.PUSH)
     front.connect(f"ipc://{folder}/from-{epoch}")
     front.send(encode(told))
     front.close(linger=2000)
     context.term()
-    return code
 
 
 if __name__ == "__main__":

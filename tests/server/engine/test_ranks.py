@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import faulthandler
+import json
+import logging
 import os
 import signal
 import subprocess
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import zmq
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from fastlayers.comm.parallel import SINGLE
 from fastlayers.errors import ArgumentError, CollectiveMismatch
@@ -26,7 +29,7 @@ from fastlayers_server.parallel import channel, follower
 from fastlayers_server.parallel import child as parallel_child
 from fastlayers_server.parallel.frames import Mirror, encode
 from fastlayers_server.parallel.leader import Leader
-from fastlayers_server.ranks import launcher
+from fastlayers_server.ranks import launch, launcher
 from fastlayers_server.serve_config import parse
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -251,10 +254,53 @@ def test_a_rank_without_scheduler_tells_the_front_why_it_ends(
 
 
 def test_the_rank_that_failed_first_is_the_reason() -> None:
-    front = EngineClient(EngineConfig(tp=2), ())
-    for said in ("rank 1: MemoryError: no more", "RankLostError: rank 1 is gone"):
-        front._hear(p.Died(1, said, restarting=True), None)  # type: ignore[arg-type]
-    assert front._reason == "rank 1: MemoryError: no more" and not front._refused
+    lost, others = "RankLostError: a rank did not answer", "rank 2: RankLostError: rank 1 is gone"
+    for reason in ("rank 1: MemoryError: no more", "the process of rank 1 was ended by SIGKILL"):
+        for all_said in ((reason, lost), (lost, others, reason), (reason, "rank 2: OSError: closed")):
+            front = EngineClient(EngineConfig(tp=2), ())
+            for said in all_said:
+                front._hear(p.Died(1, said, restarting=True), None)  # type: ignore[arg-type]
+            assert front._reason == reason and not front._refused
+
+
+def test_the_front_hears_which_rank_a_signal_ended(short_folder: Path, tmp_path: Path) -> None:
+    """A rank that the system kills says nothing, and torchrun ends the others before they do."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGKILL * int(os.environ['RANK']))\nsignal.pause()"
+    )
+    command = parallel_child.command_of(EngineConfig(tp=2))[:-2]
+    with zmq.Context() as context, context.socket(zmq.PULL) as front:
+        front.bind(f"ipc://{short_folder}/from-7")
+        command += [str(script), str(short_folder), "7", str(os.getpid())]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        said = "the process of rank 1 was ended by SIGKILL"
+        assert front.poll(5000) and p.from_engine.decode(front.recv()) == p.Died(7, said, restarting=True)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and (json.loads(line)["message"], json.loads(line)["level"]) == (said, "error")
+
+
+@pytest.mark.parametrize(
+    ("codes", "said", "code"),
+    [((1, -9), ["rank 1 was ended by SIGKILL"], 1), ((3, -15), [], 3), ((-15, 1), ["rank 0 was ended by SIGTERM"], 1)],
+)
+def test_a_signal_is_the_cause_of_what_others_say_unless_torchrun_sent_it(
+    codes: tuple[int, ...], said: list[str], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def main(arguments: Any) -> None:
+        failures = {rank: ProcessFailure(rank, 0, each, "none") for rank, each in enumerate(codes)}
+        for failure in failures.values():
+            failure.timestamp = 5
+        raise ChildFailedError("ranks", failures)
+
+    monkeypatch.setattr("torch.distributed.run.main", main)
+    monkeypatch.setattr(signal, "signal", lambda *given: None)
+    told: list[str] = []
+    try:
+        assert launch([], told.append) == code
+    finally:
+        logging.disable(logging.NOTSET)
+    assert [each.removeprefix("the process of ") for each in told] == said
 
 
 def test_a_rank_that_stands_still_ends_with_its_launcher() -> None:
@@ -319,7 +365,7 @@ def test_tokens_of_two_ranks_and_a_lost_one() -> None:
     os.kill(workers[1], signal.SIGKILL)
     assert ranks.end_of(10).code == "engine_restarting"
     died = ranks.until(p.Died)
-    assert died.restarting and noticed(died), died
+    assert died.restarting and noticed(died) and "rank 1" in died.reason, died
     assert ranks.until(p.EngineInfo).epoch == 2
     gone(workers)
     ranks.submit(11, 4)
