@@ -26,6 +26,8 @@ from fastlayers.errors import ArgumentError
 # Processes that one command starts at most: a mistyped number is not to take the machine.
 MOST = 64
 STORE_SECONDS, SAYING_SECONDS = 5, 1.0  # that the store may take to answer, and that an error takes to be printed
+ANSWER_SECONDS = 0.05  # in which a rank says where it is
+SILENT = dict.fromkeys("Tt", " is stopped and does not answer") | {"D": " waits in the kernel and may not answer"}
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
@@ -124,11 +126,16 @@ def end_with_launcher() -> None:
 
 
 def _ask_all(number: int, frame: object) -> None:
-    """Pass a signal on to the ranks."""
-    for thread in Path("/proc/self/task").glob("*/children"):
-        for pid in map(int, thread.read_text().split()):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+    """Pass a signal on to the ranks, one after the other, and say whose answer follows, or that none will."""
+    pids = [pid for thread in Path("/proc/self/task").glob("*/children") for pid in thread.read_text().split()]
+    for pid in sorted(map(int, pids)):  # as they were started
+        with contextlib.suppress(OSError):  # it is gone
+            given, process = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"), Path(f"/proc/{pid}/stat")
+            rank = next((each[5:].decode() for each in given if each.startswith(b"RANK=")), "unknown")
+            silent = SILENT.get(process.read_text().rpartition(")")[2].split()[0], "")
+            os.write(2, f"rank {rank} (pid {pid}){silent}:\n".encode())  # what is in the middle of a print cannot print
+            os.kill(pid, number)
+            time.sleep(ANSWER_SECONDS)
 
 
 def launch(arguments: Sequence[str], told: Callable[[str], None]) -> int:

@@ -31,6 +31,7 @@ from fastlayers.runtime.held_directory import release
 from fastlayers_server.engine import protocol as p
 from fastlayers_server.engine.child import REFUSED, Child, ChildThread, Make, build
 from fastlayers_server.engine.config import EngineConfig
+from fastlayers_server.ranks import ANSWER_SECONDS
 
 log = logging.getLogger(__name__)
 RESTARTS, RESTART_SECONDS = 3, 600.0  # more deaths than so many in so long are the end
@@ -272,5 +273,5 @@ class EngineClient:
         if child is not None and child.poll() is None:
             self._reason = reason or self._reason
             child.send_signal(signal.SIGUSR1)
-            time.sleep(0.3)
+            time.sleep(0.3 + ANSWER_SECONDS * self.config.tp * self.config.attn_dp_size)
             child.kill()

@@ -304,15 +304,20 @@ def test_a_signal_is_the_cause_of_what_others_say_unless_torchrun_sent_it(
 
 
 def test_a_rank_that_stands_still_ends_with_its_launcher() -> None:
-    """It cannot end itself, and would keep its memory; asked where it hangs, it answers."""
-    with subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as launcher:
+    """It cannot end itself, and would keep its memory; asked where it hangs, it answers, or is named if it cannot."""
+    command, pipe = [sys.executable, "-c", LAUNCHER], subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=os.environ | {"RANK": "3"}) as launcher:
         assert launcher.stdout is not None and launcher.stderr is not None
         rank = int(launcher.stdout.readline())
         launcher.send_signal(signal.SIGUSR1)
-        assert "most recent call first" in launcher.stderr.readline()
+        assert launcher.stderr.readline() == f"rank 3 (pid {rank}):\n"
+        while "most recent call first" not in (line := launcher.stderr.readline()):
+            assert line, "no answer"
         os.kill(rank, signal.SIGSTOP)
+        launcher.send_signal(signal.SIGUSR1)
+        while not (line := launcher.stderr.readline()).startswith("rank "):
+            assert line, "not named"
+        assert line == f"rank 3 (pid {rank}) is stopped and does not answer:\n"
         launcher.kill()
         gone([rank])
 
