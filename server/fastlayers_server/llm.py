@@ -78,7 +78,7 @@ class Params:
     logprobs: int = -1
 
     def __post_init__(self) -> None:
-        """Refuse other types, and what the engine never sees: it checks the rest, request by request.
+        """Refuse other types, and what the engine never sees or has other names for: it checks the rest.
 
         Numbers become Python's own: NumPy's have other methods, and do not travel in messages.
         """
@@ -88,8 +88,11 @@ class Params:
             if not isinstance(value, Real if kind == "float" else Integral):
                 raise ValueError(f"Params: {name} is {value!r}; accepted: {kind}")
             object.__setattr__(self, name, numbers[kind](value))
-        if self.n < 1:
-            raise ValueError(f"Params: n is {self.n!r}; accepted: an integer of 1 or more")
+        for name in ("n", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Params: {name} is {getattr(self, name)}; accepted: an integer of 1 or more")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise ValueError(f"Params: min_tokens is {self.min_tokens}; accepted: 0 to max_tokens {self.max_tokens}")
         ids, biases = self.stop_token_ids, self.logit_bias
         if not isinstance(ids, Collection) or not all(isinstance(token, Integral) for token in ids):
             raise ValueError(f"Params: stop_token_ids is {ids!r}; accepted: token ids")

@@ -99,9 +99,10 @@ def test_an_argument_of_no_use_is_refused_with_what_is_accepted(llm: LLM, ask: C
         ("temperature", "0"), ("max_tokens", None), ("max_tokens", 2.5), ("top_k", 1.5), ("seed", "7"),
         ("stop_token_ids", "ab"), ("stop_token_ids", 3), ("logit_bias", {"5": 1.0}),
         ("logit_bias", {5: "1"}), ("logit_bias", [5]), ("ignore_eos", "no"), ("temperature", 1j),
+        ("max_tokens", 0), ("min_tokens", -1), ("min_tokens", 65),
     ],
 )  # fmt: skip
-def test_a_parameter_of_another_type_is_named_before_the_engine_sees_it(name: str, value: Any) -> None:
+def test_a_parameter_that_is_wrong_is_named_before_the_engine_sees_it(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"Params: {name} is .*; accepted: "):
         Params(**{name: value})
 
