@@ -128,3 +128,9 @@ def test_a_stream_tells_the_usage_of_each_event_if_asked(server: Server, route: 
     told = [each for each in outcome(server, route, options)[2] if isinstance(each, dict)]
     counts = [each["usage"]["completion_tokens"] for each in told if each.get("usage")]
     assert counts == sorted(counts) and counts[-1] > 5 and len(counts) >= len(told) - 1, counts
+
+
+def test_of_a_key_that_is_given_twice_the_last_value_counts(server: Server) -> None:
+    body = '{"model": "nobody", "model": "tiny", "prompt": "a", "max_tokens": 9, "max_tokens": 2, "ignore_eos": true}'
+    answer = server.request("POST", "/v1/completions", {"content-type": "application/json"}, content=body)
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 2, answer.text
