@@ -352,7 +352,7 @@ def switched(model: str, options: argparse.Namespace, log: Path) -> Iterator[Row
     turned = {name: (SWITCHES | ADDED)[name] for name in options.switches or SWITCHES}
     added = [name for name in turned if name in ADDED]
     servers = [("", (), tuple(LOADS)), *((name, *each) for name, each in turned.items())]
-    for name, flags, loads in servers * (2 if added else 1):
+    for name, flags, loads in [*servers, *(each for each in servers if added and each[0] in ("", *added))]:
         server = Server(model, log, (*ranks_of(options), *flags))
         try:
             started = server.ready(end)
@@ -369,7 +369,7 @@ def switched(model: str, options: argparse.Namespace, log: Path) -> Iterator[Row
         finally:
             server.stop()
     for name in added:
-        for load in found.get(name, ()):
+        for load in found.get(name, ()) if "" in found else ():
             yield side_by_side(name, load, found)
 
 
@@ -386,7 +386,7 @@ def median_of(rows: Sequence[Row], name: str) -> Row:
     if without is not None or len(rows) == 1:
         return without or rows[0]
     ordered = sorted(rows, key=lambda row: float(row[name]))
-    return ordered[len(rows) // 2] | {"of": [row[name] for row in rows]}
+    return ordered[(len(rows) - 1) // 2] | {"of": [row[name] for row in rows]}
 
 
 def load_of(load: str, rate: float, small: bool, run: int = 0) -> tuple[object, ...]:

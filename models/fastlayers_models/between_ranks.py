@@ -9,7 +9,9 @@ On one host both go through memory that the processes share. Over several, one g
 
 from __future__ import annotations
 
+import logging
 import struct
+import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +27,7 @@ from fastlayers.comm.trail import TRAIL, name_difference
 from fastlayers_models.rows import Pending
 from fastlayers_models.step import ModelStep
 
+log = logging.getLogger(__name__)
 _NUMBER = struct.Struct("<q")
 
 
@@ -34,9 +37,8 @@ class RankStep(ModelStep):
     def _meet(self, axis: Axis) -> Board | None:
         """Begin to compare, with the ranks of an axis; returns their board, where they are on one host."""
         self._axis = axis
-        board = Board.make(axis, TIMEOUT.total_seconds())
         TRAIL.take(axis)  # what ranks called before is nobody's order
-        return board
+        return Board.make(axis, TIMEOUT.total_seconds())
 
     def of_all_groups(self, outputs: list[list[int]]) -> list[list[int]]:
         """Return the outputs of all requests, of those of this rank's group; at the end of a call, on all ranks."""
@@ -70,7 +72,8 @@ class SplitStep(RankStep):
         axis = self.model.parallel.tp
         try:
             self._board = self._meet(axis)
-        except OSError:  # on all ranks: no memory of the host is needed for a step
+        except OSError as error:  # on all ranks: no memory of the host is needed for a step
+            log.warning("ranks compare what they called once a call, not once a step: %s", error)
             self._board = None
         self._over = collectives(axis)
         # What was written and not compared yet; and how many were written, and compared.
@@ -82,7 +85,8 @@ class SplitStep(RankStep):
         pending = super().collect()
         if self._board is not None:
             self._write(self._board)
-            pending.before = partial(self._compare, self._board, self._count)
+            # Tokens that nobody reads keep no step, and so no cache, alive.
+            pending.before = partial(_compare, weakref.ref(self), self._board, self._count)
         return pending
 
     def of_all_groups(self, outputs: list[list[int]]) -> list[list[int]]:
@@ -119,3 +123,9 @@ class SplitStep(RankStep):
                     self._compared += 1
                     self._read(board)
                 self._name_difference(board, told())
+
+
+def _compare(step: weakref.ref[SplitStep], board: Board, count: int) -> None:
+    found = step()
+    if found is not None:
+        found._compare(board, count)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -240,6 +241,10 @@ def _nothing() -> None:
     pass
 
 
+def _again(error: Exception) -> None:
+    raise error
+
+
 class Pending:
     """Tokens on their way to the host, one a row (or one for each part of an extend that draws)."""
 
@@ -268,7 +273,12 @@ class Pending:
             if self._slot.owner is not self:
                 accepted = f"tokens read before {IN_FLIGHT} more steps are launched"
                 raise ArgumentError("Pending.tokens", "step", "overwritten", accepted)
-            self.before()
+            before, self.before = self.before, _nothing
+            try:
+                before()
+            except Exception as error:  # nothing of this step is right, whoever asks
+                self.before = partial(_again, error)
+                raise
             if self._slot.arrived is not None:
                 self._slot.arrived.synchronize()
             if self._slot.status is not None and (code := int(self._slot.status)):

@@ -363,7 +363,6 @@ def generate(
     from fastlayers_models.checkpoint import read_json
     from fastlayers_server.generate_command import on_engine, on_ranks
     from fastlayers_server.hugging_face import chat_ids, tokenizer_of
-    from fastlayers_server.known_models import config_of
 
     # What is wrong is said before a process is started, or anything is read.
     _check_text("prompt", prompt)
@@ -371,7 +370,7 @@ def generate(
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     ranks = Ranks(tp, dp, ep, expert_exchange=expert_exchange)
     if tp > 1:
-        check_heads("generate", tp, config_of(str(_path(checkpoint, "--checkpoint"))))
+        check_heads("generate", tp, read_json(_path(checkpoint, "--checkpoint") / "config.json"))
     if started_elsewhere(ranks):
         return
     path = _path(checkpoint, "--checkpoint")

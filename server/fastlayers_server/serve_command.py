@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from fastlayers.errors import ArgumentError, CheckpointError
 from fastlayers_server import log as logs
-from fastlayers_server.known_models import config_of
 from fastlayers_server.ranks import check_heads
 from fastlayers_server.serve_config import NAMES, ServeConfig, as_json, keys_of, parse
 
@@ -80,7 +79,9 @@ def run(config: ServeConfig) -> int:
             model_folder(dataclasses.replace(config, model=config.speculative_draft_model))
         folder = model_folder(config)
         if config.tp > 1:
-            check_heads("serve", config.tp, config_of(str(folder)))
+            from fastlayers_models.checkpoint import read_json
+
+            check_heads("serve", config.tp, known(config) or read_json(folder / "config.json"))
         return _run(config, folder, begin, leaving)
     finally:
         for number, handler in before.items():

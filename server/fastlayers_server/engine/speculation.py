@@ -27,7 +27,7 @@ PROBE = 50
 # What a tick of drafts costs, over one without, until it was measured: four rows to verify, and no overlap.
 UNSEEN = 1.25
 WATCHED = 4  # requests whose tokens lookup is compared with while nothing is drafted
-READ = 512  # of a prompt, before it is watched, in a tick at most
+READ = 512  # of a prompt, before it is watched, in a tick
 LONGEST, KEPT = 4, 4  # tokens of a suffix that are compared; places of a pair of tokens that are remembered
 SMOOTH = 0.1
 
@@ -88,8 +88,10 @@ class Lookups:
                 self._expected[request] = len(request.tokens), self.draft(request, 1)
         for request in rows if len(watched) < WATCHED else ():
             if not request.general and request not in self._expected:
-                # One at a time, and a long prompt over several ticks: the device may wait for this.
-                if self._lookups.setdefault(request, Lookup()).read(request.tokens, READ):
+                # One at a time, and a long prompt over eight ticks at most: the device may wait for this.
+                if self._lookups.setdefault(request, Lookup()).read(
+                    request.tokens, max(READ, len(request.tokens) // 8)
+                ):
                     self._expected[request] = len(request.tokens), self.draft(request, 1)
                 break
         return right, wrong

@@ -139,8 +139,8 @@ def launch(front: Front, body: Common, prompts: list[list[int]], wanted: Wanted,
     choices = body.n or 1
     if choices > front.config.max_n:
         raise bad("n", f"given {choices}; accepted: 1 to {front.config.max_n}")
-    # All of them come at once; of more, another try would be refused as well.
-    most = min(64, info.max_queued_requests + info.max_running)
+    # All of them come at once, to one attention group; of more, another try would be refused as well.
+    most = min(64, (info.max_queued_requests + info.max_running) // front.config.attn_dp_size)
     if choices * len(prompts) > most:
         why = "" if most == 64 else " (--max-queued-requests and --max-running-requests)"
         raise bad("n", f"{len(prompts)} prompts of {choices} choices; accepted: {most} in all{why}")

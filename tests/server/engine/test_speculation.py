@@ -330,6 +330,17 @@ def test_a_long_prompt_is_read_over_several_ticks_before_it_is_watched() -> None
     assert lookups._expected[long][1] == [2]  # type: ignore[index]
 
 
+def test_prompts_longer_than_their_answers_are_watched_too() -> None:
+    lookups, seen = Lookups(), 0
+    for _ in range(6):  # requests that come and go: prompts of 20,000 tokens, answers of 30
+        rows = [Known([*range(10_000), *range(10_000)]) for _ in range(8)]
+        for _ in range(30):
+            seen += sum(lookups.watch(rows))  # type: ignore[arg-type]
+            for request in rows:
+                request.tokens.append(request.tokens[-10_000])
+    assert seen > 200
+
+
 def test_where_enough_are_watched_nobody_else_is_looked_at() -> None:
     class Unseen(Known):
         @property
