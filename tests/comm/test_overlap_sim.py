@@ -90,6 +90,7 @@ def test_published_times_between_hosts(tool: Any, found: Any) -> None:
 
 def test_the_result_and_the_page_are_fresh(tool: Any, found: Any, committed: dict[str, Any]) -> None:
     assert committed["accepted"] == tool.accepted(found)
+    assert committed["slices"] == tool.sliced(found)
     assert tool.PAGE.read_text() == tool.fill(tool.PAGE.read_text(), committed)
     now = [{k: v for k, v in row.items() if k != "range_ms"} for row in tool.best_splits(found, [found])]
     assert now == [{k: v for k, v in row.items() if k != "range_ms"} for row in committed["splits"]]

@@ -305,10 +305,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-RARE = ("killed before it pushed", "killed between push and wait")
-
-
-@pytest.mark.parametrize("fault", [pytest.param(f, marks=[pytest.mark.slow] * (f in RARE)) for f in FAULTS])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_named_after_one_deadline(fault: str, tmp_path: Path) -> None:
     dead = [1] if FAULTS[fault] else []
     found, late, waited = world(2).run(upset, str(tmp_path), fault, dying=dead)[0]

@@ -252,7 +252,7 @@ def test_quantised_gather_behind_a_norm(n: int) -> None:
             assert scales.stride() == wanted_scales.stride()
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, 4, 8])
 def test_a_sum_and_its_norm_are_gathered_as_codes(n: int) -> None:
     hidden, share = 384, 3
     moves = exchanges(n, hidden, torch.bfloat16, share, 2)
@@ -272,7 +272,7 @@ def test_a_sum_and_its_norm_are_gathered_as_codes(n: int) -> None:
     assert all(move.arena.failed() is None for move in moves)
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, 4, 8])
 def test_a_push_leaves_codes(n: int) -> None:
     hidden = 384
     operators = push_operators(n, hidden, torch.bfloat16, 6)

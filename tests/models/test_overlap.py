@@ -95,7 +95,7 @@ def test_cuts_of_all_short_steps() -> None:
 
 
 def test_halves_of_all_cuts_hold_the_step() -> None:
-    for lengths in partitions(7):
+    for lengths in partitions(12):
         prefixes = tuple(range(3, 3 + len(lengths)))
         batch = AttentionBatch(lengths, prefixes, [[i + 1] for i in range(len(lengths))])
         tokens = [(i, p + k) for i, (n, p) in enumerate(zip(lengths, prefixes, strict=True)) for k in range(n)]
