@@ -6,7 +6,7 @@ Requests are cut by the plan of :mod:`fastlayers.attention.mla.launch_config`, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 import torch
@@ -23,7 +23,7 @@ from fastlayers.attention.mla.launch_config import (
     reduce_tile,
 )
 from fastlayers.attention.mla.triton import LOG2_E, _decode_kernel
-from fastlayers.attention.mla.triton_reduce import Launches, attend_in_parts, reduce_launch
+from fastlayers.attention.mla.triton_reduce import reduce_launch
 from fastlayers.device import as_device
 from fastlayers.errors import ArgumentError, check_keys
 from fastlayers.integers import cdiv
@@ -51,7 +51,7 @@ def _plan(cfg_of: tuple[int, torch.dtype, int], requests: int, max_seq_len: int,
 def _launches(
     shape: tuple[int, ...], rank: int, strides: tuple[int, ...], page: int, scale: float, max_seq_len: int,
     dtype: torch.dtype, per_sm: int, twin: bool, device: torch.device,
-) -> Launches:  # fmt: skip
+) -> tuple[int, bool, Callable[..., None], Callable[..., None]]:  # fmt: skip
     """Return the most parts of a request, whether lengths settle them, what launches the attention, and what adds up.
 
     The former takes queries, cache, page table, starts, lengths, the tokens' first rows, positions, output, LSE, parts.
@@ -94,13 +94,22 @@ def _decode(
     cu_seqlens_q: torch.Tensor, positions: torch.Tensor, rank: int, scale: float, max_seq_len: int, per_sm: int,
     twin: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    launches = _launches(
+    o, lse = empty_decode(q, rank)
+    splits, by_length, decode, reduce = _launches(
         q.shape, rank, (*q.stride()[:2], *cache.stride()[:2], page_table.stride()[0]), cache.shape[1], scale,
         # No part ends within so many rows, so that the longest request may be rounded down.
         max_seq_len - max_seq_len % SPLIT_ROWS, q.dtype, per_sm, twin, q.device,
     )  # fmt: skip
-    given = q, cache, page_table, starts, seq_lens, cu_seqlens_q, positions
-    return attend_in_parts(launches, given, seq_lens, rank)
+    partial, partial_lse, parts = o, lse, seq_lens
+    if splits > 1:
+        partial = q.new_empty(splits, *o.shape, dtype=torch.float32)
+        partial_lse = q.new_empty(splits, *lse.shape, dtype=torch.float32)
+    if by_length:
+        parts = q.new_empty(*lse.shape, dtype=torch.int32)
+    decode(q, cache, page_table, starts, seq_lens, cu_seqlens_q, positions, partial, partial_lse, parts)
+    if splits > 1:
+        reduce(partial, partial_lse, parts, o, lse)
+    return o, lse
 
 
 class GluonMLA:

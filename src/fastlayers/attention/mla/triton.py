@@ -32,7 +32,7 @@ from fastlayers.attention.mla.launch_config import (
     reduce_tile,
     tuned,
 )
-from fastlayers.attention.mla.triton_reduce import LOWEST, Launches, attend_in_parts, or_one, reduce_launch
+from fastlayers.attention.mla.triton_reduce import LOWEST, or_one, reduce_launch
 from fastlayers.device import as_device
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import operator
@@ -325,7 +325,7 @@ def _decode_launches(
     shape: tuple[int, ...], rank: int, requests: int, strides: tuple[int, ...], scale: float, max_query_len: int,
     max_seq_len: int, dtype: torch.dtype, kv_dtype: torch.dtype, page: int, tree: bool, rounded: bool,
     knobs: tuple[int, ...], device: torch.device,
-) -> Launches:  # fmt: skip
+) -> tuple[int, bool, Callable[..., None], Callable[..., None]]:  # fmt: skip
     """Return the most splits of one shape, whether lengths settle them, what launches the attention, and what adds up.
 
     ``rounded``: with a power of two blocks of rows a request, as their number is compiled in: those without rows end.
@@ -355,16 +355,29 @@ def _decode(
     positions: torch.Tensor, seq_lens: torch.Tensor, tree: torch.Tensor | None, rank: int, scale: float,
     max_query_len: int, max_seq_len: int, rounded: bool, knobs: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    if q.shape[0] == 0:
-        return empty_decode(q, rank)
-    launches = _decode_launches(
+    tokens, heads, _ = q.shape
+    o, lse = q.new_empty(tokens, heads, rank), q.new_empty(tokens, heads, dtype=torch.float32)
+    if tokens == 0:
+        return o, lse
+    splits, by_length, decode, reduce = _decode_launches(
         q.shape, rank, page_table.shape[0], (*q.stride()[:2], *cache.stride()[:2], page_table.stride()[0]), scale,
         # No split ends within so many rows, so that the longest request may be rounded down.
         max_query_len, max_seq_len - max_seq_len % SPLIT_ROWS, q.dtype, cache.dtype, cache.shape[1], tree is not None,
         rounded, tuple(knobs), q.device,
     )  # fmt: skip
-    given = q, cache, page_table, starts, cu_seqlens_q, positions, seq_lens, positions if tree is None else tree
-    return attend_in_parts(launches, given, seq_lens, rank)
+    partial, partial_lse, parts = o, lse, seq_lens
+    if splits > 1:
+        partial = q.new_empty(splits, tokens, heads, rank, dtype=torch.float32)
+        partial_lse = q.new_empty(splits, tokens, heads, dtype=torch.float32)
+    if by_length:
+        parts = q.new_empty(tokens, heads, dtype=torch.int32)
+    decode(
+        q, cache, page_table, starts, cu_seqlens_q, positions, seq_lens, positions if tree is None else tree,
+        partial, partial_lse, parts,
+    )  # fmt: skip
+    if splits > 1:
+        reduce(partial, partial_lse, parts, o, lse)
+    return o, lse
 
 
 @lru_cache(maxsize=4096)

@@ -12,13 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from fastlayers.attention.mla.config import empty_decode
 from fastlayers.attention.mla.launch_config import reduce_tile
 from fastlayers.runtime.launch import kernel
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
-# The most parts of a row, whether lengths settle them, what launches the attention, and what adds up.
-Launches = tuple[int, bool, Callable[..., None], Callable[..., None]]
 # Where a running maximum starts: finite, so that no difference is -inf - -inf, and below every score.
 LOWEST = tl.constexpr(-1e30)
 
@@ -96,25 +93,3 @@ def reduce_launch(
         (rows, rank // tile.columns), usual, splits, rows, RANK=rank, COLUMNS=tile.columns, BLOCK=tile.block, OWN=own,
         num_warps=tile.num_warps, **dependent_launch(device),
     )  # fmt: skip
-
-
-def attend_in_parts(
-    launches: Launches, given: tuple[torch.Tensor, ...], lens: torch.Tensor, rank: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return output ``[T,H,rank]`` and LSE ``[T,H]`` of attention, in parts that are added up if there are several.
-
-    ``given``, queries first, is what the attention takes before output, LSE and numbers of parts; ``lens`` stands for
-    these where lengths do not settle them.
-    """
-    splits, by_length, attend, reduce = launches
-    o, lse = empty_decode(given[0], rank)
-    partial, partial_lse, parts = o, lse, lens
-    if splits > 1:
-        partial = o.new_empty(splits, *o.shape, dtype=torch.float32)
-        partial_lse = o.new_empty(splits, *lse.shape, dtype=torch.float32)
-    if by_length:
-        parts = o.new_empty(*lse.shape, dtype=torch.int32)
-    attend(*given, partial, partial_lse, parts)
-    if splits > 1:
-        reduce(partial, partial_lse, parts, o, lse)
-    return o, lse

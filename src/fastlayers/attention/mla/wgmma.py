@@ -13,7 +13,7 @@ cut, and their parts added up, as in :mod:`fastlayers.attention.mla.triton`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 import torch
@@ -25,7 +25,7 @@ from fastlayers.attention.mla.config import NAME, MLAConfig, empty_decode
 from fastlayers.attention.mla.gluon_columns import gluon_columns_kernel
 from fastlayers.attention.mla.launch_config import NOMINAL_SM_COUNT, SPLIT_ROWS, decode_launch, reduce_tile
 from fastlayers.attention.mla.triton import LOG2_E, LOWEST, _natural_lse, _part_of
-from fastlayers.attention.mla.triton_reduce import Launches, attend_in_parts, or_one, reduce_launch
+from fastlayers.attention.mla.triton_reduce import or_one, reduce_launch
 from fastlayers.device import as_device
 from fastlayers.errors import ArgumentError, check_keys
 from fastlayers.operators import operator
@@ -120,7 +120,7 @@ def _plan(cfg_of: tuple[int, torch.dtype, int], requests: int, max_seq_len: int,
 def _launches(
     shape: tuple[int, ...], rank: int, strides: tuple[int, ...], page: int, scale: float, max_seq_len: int,
     dtype: torch.dtype, per_sm: int, twin: bool, device: torch.device,
-) -> Launches:  # fmt: skip
+) -> tuple[int, bool, Callable[..., None], Callable[..., None]]:  # fmt: skip
     """Return the most parts of a request, whether lengths settle them, what launches the attention, what adds up."""
     (requests, heads, width), launch = shape, dependent_launch(device)
     wanted, splits, block, least = _plan((heads, dtype, page), requests, max_seq_len, per_sm)
@@ -144,12 +144,22 @@ def _decode(
     q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, starts: torch.Tensor, seq_lens: torch.Tensor,
     rank: int, scale: float, max_seq_len: int, per_sm: int, twin: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    launches = _launches(
+    o, lse = empty_decode(q, rank)
+    splits, by_length, attend, reduce = _launches(
         q.shape, rank, (*q.stride()[:2], *cache.stride()[:2], page_table.stride()[0]), cache.shape[1], scale,
         # No part ends within so many rows, so that the longest request may be rounded down.
         max_seq_len - max_seq_len % SPLIT_ROWS, q.dtype, per_sm, twin, q.device,
     )  # fmt: skip
-    return attend_in_parts(launches, (q, cache, page_table, starts, seq_lens), seq_lens, rank)
+    partial, partial_lse, parts = o, lse, seq_lens
+    if splits > 1:
+        partial = q.new_empty(splits, *o.shape, dtype=torch.float32)
+        partial_lse = q.new_empty(splits, *lse.shape, dtype=torch.float32)
+    if by_length:
+        parts = q.new_empty(*lse.shape, dtype=torch.int32)
+    attend(q, cache, page_table, starts, seq_lens, partial, partial_lse, parts)
+    if splits > 1:
+        reduce(partial, partial_lse, parts, o, lse)
+    return o, lse
 
 
 class WgmmaMLA:
