@@ -285,6 +285,20 @@ def test_a_rank_killed_in_each_phase(attn_dp: int, graphs: bool, at: int, phase:
     assert seen == 0 if phase == "prompt" else seen > 0
 
 
+def between(rank: Rank) -> tuple[str, float]:
+    """Return what a generator raises of which the last rank's process ended behind the model."""
+    model = LlamaForCausalLM(LlamaConfig.from_hf(CONFIG), parallel=rank.spec(), dtype=torch.float32, page_size=16)
+    if rank.rank == rank.size - 1:
+        die()
+    return said_by(lambda: Generator(model, max_batch=2, max_length=64))
+
+
+def test_a_rank_that_ends_before_its_generator() -> None:
+    (said, seconds), _ = world(2).run(between, dying=[1])
+    assert "comparing what ranks have over 2 ranks: rank 1 is gone, its process" in said, said
+    assert seconds < SECONDS
+
+
 def idle(rank: Rank) -> list[list[int]]:
     spec = rank.spec(attn_dp=2)
     model = LlamaForCausalLM(LlamaConfig.from_hf(CONFIG), parallel=spec, dtype=torch.float32, page_size=16)

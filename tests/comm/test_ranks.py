@@ -55,6 +55,35 @@ def test_processes_that_have_met_already() -> None:
     assert two == ((2, 1), (1, 0), (2, 1), (2, 1), (1, 0))
 
 
+STAYS_OUT = """
+import os, sys
+from datetime import timedelta
+import fastlayers as fl
+from fastlayers.comm import ranks
+ranks.TIMEOUT = timedelta(seconds=2)
+if os.environ["RANK"] == "1":
+    sys.exit(0)
+try:
+    fl.Ranks(tp=2).join("cpu")
+except fl.errors.RankLostError as error:
+    print(error, flush=True)
+"""
+
+
+def torchrun(program: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of two processes."""
+    program.write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_a_rank_that_ends_before_the_model(tmp_path: Path) -> None:
+    found = torchrun(tmp_path / "program.py", STAYS_OUT)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.startswith("Ranks: rank 0 waited for 2 processes, and rank 1 did not come within 2 s (")
+    assert found.stdout.rstrip().endswith("; accepted: all 2 processes make the model")
+
+
 # That --tp arrives, and what ranks then compute, other tests say, too; that --dp does, this one alone.
 @pytest.mark.parametrize("split", [pytest.param(["--tp", "2"], marks=pytest.mark.slow), ["--dp", "2"]], ids=" ".join)
 def test_command_line_over_two_processes(split: list[str]) -> None:

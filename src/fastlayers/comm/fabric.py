@@ -16,6 +16,7 @@ import torch
 
 from fastlayers import env
 from fastlayers.comm.parallel import Axis
+from fastlayers.comm.processes import lost
 from fastlayers.comm.symmetric import Arena, NoSymmetricMemory, Phases, SymmArena
 from fastlayers.device import as_device, missing, package
 from fastlayers.errors import CollectiveMismatch
@@ -120,13 +121,20 @@ def agree(axis: Axis, facts: Mapping[str, Any]) -> None:
     ------
     CollectiveMismatch
         On every rank alike: the first fact that differs, and what each rank has.
+    RankLostError
+        A rank has ended.
     """
     import torch.distributed as dist
 
     if axis.size == 1 or not isinstance(axis.group, dist.ProcessGroup):
         return
     found: list[Any] = [None] * axis.size
-    dist.all_gather_object(found, {name: str(value) for name, value in facts.items()}, group=axis.group)
+    try:
+        dist.all_gather_object(found, {name: str(value) for name, value in facts.items()}, group=axis.group)
+    except RuntimeError as error:
+        if (gone := lost(error, axis, "comparing what ranks have")) is None:
+            raise
+        raise gone from error
     for name in dict.fromkeys(name for each in found for name in each):
         values = [each.get(name, "nothing") for each in found]
         if len(set(values)) > 1:

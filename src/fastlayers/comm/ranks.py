@@ -8,13 +8,22 @@ Started by ``torchrun --nproc-per-node N``, which tells every process its rank; 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from fastlayers import env
 from fastlayers.comm.parallel import MOST_RANKS, TOKEN_WAYS, ParallelSpec
-from fastlayers.errors import ArgumentError, check_choice, check_device, check_fields, check_kind, check_positive
+from fastlayers.errors import (
+    ArgumentError,
+    RankLostError,
+    check_choice,
+    check_device,
+    check_fields,
+    check_kind,
+    check_positive,
+)
 from fastlayers.moe.placement.planner import EplbConfig
 
 if TYPE_CHECKING:
@@ -88,6 +97,8 @@ class Ranks:
         ------
         ArgumentError
             Not started with as many processes, or fewer GPUs than processes here.
+        RankLostError
+            Not all of them came within ten minutes.
         """
         import torch
         import torch.distributed as dist
@@ -112,10 +123,13 @@ class Ranks:
             torch.cuda.set_device(place)
         if not dist.is_initialized():
             env.disable_multicast()
-            if place.type == "cuda":
-                dist.init_process_group("nccl", device_id=place, timeout=TIMEOUT)
-            else:
-                dist.init_process_group("gloo", timeout=TIMEOUT)
+            try:
+                if place.type == "cuda":
+                    dist.init_process_group("nccl", device_id=place, timeout=TIMEOUT)
+                else:
+                    dist.init_process_group("gloo", timeout=TIMEOUT)
+            except dist.DistStoreError as error:
+                raise _missing(error, rank, world) from error
         mesh = dist.device_mesh.init_device_mesh(place.type, (world,))
         spec = ParallelSpec.from_mesh(mesh, attn_dp=self.dp, ep=self.ep)
         return replace(spec, eplb=self.eplb, expert_exchange=self.expert_exchange), place
@@ -127,3 +141,14 @@ class Ranks:
 
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _missing(error: Exception, rank: int, world: int) -> RankLostError:
+    """Return what it means that the store of torch.distributed was asked in vain for what another rank writes."""
+    key = re.search(r"keys: \S*//cpu//\d+/(\d+)", str(error))  # Gloo's ends with the rank that would write it
+    who = f"rank {key[1]} did not come" if key and int(key[1]) != rank else "not all ranks came"
+    first = str(error).splitlines()[0][:200]
+    return RankLostError(
+        f"Ranks: rank {rank} waited for {world} processes, and {who} within {TIMEOUT.total_seconds():g} s ({first}); "
+        f"accepted: all {world} processes make the model"
+    )
