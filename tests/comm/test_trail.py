@@ -10,30 +10,21 @@ from typing import Any
 import pytest
 import torch
 
-from fastlayers.comm.collectives import TorchCollectives
 from fastlayers.comm.parallel import Axis
 from fastlayers.comm.trail import KEPT, TRAIL, Trail, name_difference
 from fastlayers.errors import CollectiveOrderError
-from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
 from fastlayers.testing.world import Rank, world
 from fastlayers_models.auto import AutoModel
 from fastlayers_models.generate import Generator
 from fastlayers_models.groups import Intent
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from family_tools import save_random, tiny_config
-
-
-class Silent(TorchCollectives):
-    """As NCCL's: a call returns at once, whether the other ranks make it or not."""
-
-    def _call(self, operation: Any, *given: Any) -> None:
-        pass
-
+from silent_ranks import WIDE, X, silent
 
 # What each rank calls behind the first step, and what every rank reads then.
 SAME = "accepted: the same on all ranks. FASTLAYERS_DEBUG=1 names where a call is made, before it is launched."
-X, WIDE = torch.zeros(4, 8), torch.zeros(2, 8)
 FAULTS: dict[str, tuple[Any, Any, str]] = {
     "another order": (
         lambda over, graphs: (over.all_reduce_(X), over.all_gather(WIDE)),
@@ -77,11 +68,9 @@ def differ(rank: Rank, folder: str, boards: bool) -> dict[str, tuple[str, float]
     generator = Generator(model, max_batch=2, max_length=64, cuda_graph=False)
     step: Any = generator.step
     step._board = step._board if boards else None
-    over, graphs = Silent(spec.tp), CudaGraphs(runtime=EagerRuntime(), warm_ups=1, freeze=False)
+    over, graphs = silent(spec.tp)
     found = {}
     step.exchange(Intent())
-    for key in (1, 2):
-        graphs.capture(key, lambda: None)
     for fault, (*calls, _) in FAULTS.items():
         step.exchange(Intent())  # in agreement, as behind each fault that was named
         begin, said = time.monotonic(), "nothing"

@@ -13,11 +13,9 @@ import pytest
 import torch
 
 from fastlayers.comm.board import Board
-from fastlayers.comm.collectives import TorchCollectives
 from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.comm.trail import TRAIL
 from fastlayers.errors import CaptureError, CollectiveOrderError
-from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
 from fastlayers.testing.world import Rank, world
 from fastlayers_models.auto import AutoModel
 from fastlayers_models.between_ranks import SplitStep
@@ -26,17 +24,11 @@ from fastlayers_models.groups import step_class
 from fastlayers_models.step import ModelStep
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from family_tools import save_random, tiny_config
+from silent_ranks import WIDE, X, eager_graphs, silent
 
-X, WIDE = torch.zeros(4, 8), torch.zeros(2, 8)
 PROMPTS, NEW = [[5, 6, 7, 8, 9, 10, 11], [12, 13], [14]], 5
-
-
-class Silent(TorchCollectives):
-    """As NCCL's: a call returns at once, whether the other ranks make it or not."""
-
-    def _call(self, operation: Any, *given: Any) -> None:
-        pass
 
 
 # What each rank calls behind a step, and what every rank reads then.
@@ -76,15 +68,13 @@ class Planted:
 
     def __init__(self, rank: Rank, folder: str, board: bool, captured: bool) -> None:
         model = AutoModel.from_pretrained(folder, dtype=torch.float32, page_size=16, parallel=rank.spec())
-        kept = CudaGraphs(runtime=EagerRuntime(), warm_ups=1, freeze=False) if captured else None
+        kept = eager_graphs() if captured else None
         self.generator = Generator(model, max_batch=2, max_length=64, prefill_tokens=4, graphs=kept)
         self.step: Any = self.generator.step
         assert isinstance(self.step, SplitStep)
         self.step._board = self.step._board if board else None
-        self.rank, self.over = rank.rank, Silent(model.parallel.tp)
-        self.graphs = CudaGraphs(runtime=EagerRuntime(), warm_ups=1, freeze=False)
-        for key in (1, 2):
-            self.graphs.capture(key, lambda: None)
+        self.rank = rank.rank
+        self.over, self.graphs = silent(model.parallel.tp)
         self.fault, self.place, self.behind = "", None, 0  # type: ignore[var-annotated]
         self._collect, self._wanted = self.step.collect, self.step.capture_wanted
         self.step.collect, self.step.capture_wanted = self.collect, self.wanted
@@ -146,7 +136,7 @@ def fails(rank: Rank, folder: str) -> tuple[str, str]:
     found = []
     for broken in (False, True):
         model = AutoModel.from_pretrained(folder, dtype=torch.float32, page_size=16, parallel=rank.spec())
-        kept = CudaGraphs(runtime=EagerRuntime(), warm_ups=1, freeze=False)
+        kept = eager_graphs()
         generator = Generator(model, max_batch=2, max_length=64, cuda_graph="auto", graphs=kept if broken else None)
         if broken and rank.rank:
 

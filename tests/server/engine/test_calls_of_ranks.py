@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from fastlayers.comm.collectives import TorchCollectives
 from fastlayers.comm.parallel import Axis
 from fastlayers.comm.trail import TRAIL
 from fastlayers.errors import CollectiveOrderError
-from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
 from fastlayers.testing.world import Rank, world
 from fastlayers_server.engine import protocol as p
 from fastlayers_server.engine.request import Request, TickPlan, TickResult
@@ -23,15 +22,10 @@ from fastlayers_server.parallel.groups import GroupsPlan
 from fastlayers_server.parallel.leader import Leader
 from fastlayers_server.parallel.together import GroupExecutor, GroupLeader, GroupSlotStep, follow_together
 
-X, WIDE = torch.zeros(4, 8), torch.zeros(2, 8)
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from silent_ranks import WIDE, X, silent
+
 PLANS, FAULTY = 5, 2  # how many, and in which one the ranks differ
-
-
-class Silent(TorchCollectives):
-    """As NCCL's: a call returns at once, whether the other ranks make it or not."""
-
-    def _call(self, operation: Any, *given: Any) -> None:
-        pass
 
 
 # What the two ranks call in one plan, and what the second one says of it.
@@ -71,10 +65,8 @@ class Script(GroupExecutor):
     """Calls what a fault says: one sum in each plan, and in one of them more."""
 
     def __init__(self, rank: Rank, parallel: Any, fault: str) -> None:
-        self.over, self.graphs = Silent(parallel.tp), CudaGraphs(runtime=EagerRuntime(), warm_ups=1, freeze=False)
+        self.over, self.graphs = silent(parallel.tp)
         self.model, self.launched, self.call = SimpleNamespace(parallel=parallel), 0, FAULTS[fault][rank.rank]
-        for key in (1, 2):
-            self.graphs.capture(key, lambda: None)
 
     def launch(self, plan: TickPlan) -> Any:
         self.over.all_reduce_(X)
