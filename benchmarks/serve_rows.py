@@ -52,12 +52,13 @@ ADDED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 # A burst, and the longest gaps of ten seconds, differ by more between two runs of one server than what is off by
 # default may cost: such loads come so many times, with other prompts, and the median run counts.
-REPEATS = {"shared prefix": 9, "arrivals": 2}
-# What is told of a load: the first is what a switch is for.
+REPEATS = {"shared prefix": 12, "arrivals": 2}
+# What is told of a load: the first is what a switch is for. A burst's first tokens come with two steps or three: their
+# median jumps from the end of one to that of another, where their mean moves by a share.
 LOADS = {
     "at once": ("output_throughput", "median_ttft_ms", "median_tpot_ms"),
     "one": ("median_tpot_ms", "median_ttft_ms"),
-    "shared prefix": ("median_ttft_ms", "output_throughput"),
+    "shared prefix": ("mean_ttft_ms", "median_ttft_ms", "output_throughput"),
     "arrivals": ("p99_itl_ms", "median_itl_ms", "median_ttft_ms", "p99_ttft_ms", "output_throughput"),
 }
 Row = dict[str, Any]
@@ -375,18 +376,18 @@ def switched(model: str, options: argparse.Namespace, log: Path) -> Iterator[Row
 
 def side_by_side(name: str, load: str, found: Mapping[str, Mapping[str, Sequence[Row]]]) -> Row:
     """Return a switch's row: the median runs of a load with and without it."""
-    turned, usual = (median_of(found[server][load], LOADS[load][0]) for server in (name, ""))
+    turned, usual = (median_of(found[server][load], LOADS[load]) for server in (name, ""))
     sides = {"on": turned, "off": usual} if name in ADDED else {"on": usual, "off": turned}
     return {"row": "switch", "switch": name, "load": load, **sides}
 
 
-def median_of(rows: Sequence[Row], name: str) -> Row:
-    """Return the row with the median of what is named, and of several the values of all; one that has none as it is."""
-    without = next((row for row in rows if name not in row), None)
+def median_of(rows: Sequence[Row], names: Sequence[str]) -> Row:
+    """Return the row with the median of the first that is named, and of several all values; one without it as it is."""
+    without = next((row for row in rows if names[0] not in row), None)
     if without is not None or len(rows) == 1:
         return without or rows[0]
-    ordered = sorted(rows, key=lambda row: float(row[name]))
-    return ordered[(len(rows) - 1) // 2] | {"of": [row[name] for row in rows]}
+    ordered = sorted(rows, key=lambda row: float(row[names[0]]))
+    return ordered[(len(rows) - 1) // 2] | {"of": {name: [row[name] for row in rows] for name in names}}
 
 
 def load_of(load: str, rate: float, small: bool, run: int = 0) -> tuple[object, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 
 import performance_rows as measured
 
@@ -104,8 +105,14 @@ LOADS = {
 def switched(row: measured.Row) -> str:
     """A line of what something is worth; of what is off by default, what it costs."""
     words, name, form, better = LOADS[row["load"]]
+    apart = ""
+    if row["switch"] in ADDED and (mean := name.replace("median", "mean")) != name and mean in row["on"]:
+        words, name = f"{words} (mean)", mean
+        pairs = zip(*(side["of"][mean] for side in (row["on"], row["off"])), strict=True)
+        more = [on - off for on, off in pairs]  # of the same prompts
+        apart = f"; {len(more)} pairs: {statistics.mean(more):+.1f} ± {statistics.stdev(more) / len(more) ** 0.5:.1f}"
     told = [form.format(side[name]) if name in side else measured.MISSING for side in (row["on"], row["off"])]
     wanted = (
         f"no {better} off" if row["switch"] not in ADDED else f"at most 2 % {'less' if better == 'more' else 'more'} on"
     )
-    return f"| {SERVED[row['model']][0]}, {row['switch']} on / off, {words} | {' / '.join(told)} | {wanted} |"
+    return f"| {SERVED[row['model']][0]}, {row['switch']} on / off, {words} | {' / '.join(told)}{apart} | {wanted} |"
