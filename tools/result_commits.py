@@ -1,7 +1,7 @@
 """Name the commit of results that only know the hash of their sources: ``python tools/result_commits.py FILE ...``.
 
-Looks through the history for a commit whose ``src/fastlayers`` has this hash, and writes it into the file. What no
-commit has is an error.
+The commit is the one that other committed results name beside this hash, or else the newest whose ``src/fastlayers``
+has it. What no commit has is an error.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from fastlayers.tuning.provenance import combined
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def git(*arguments: str) -> str:
@@ -25,7 +27,12 @@ def git(*arguments: str) -> str:
 
 @lru_cache
 def commit_of(sources: str) -> str:
-    """Return the newest commit whose sources have this hash."""
+    """Return the commit that committed results name for these sources; else the newest that has them."""
+    heads = (line for path in RESULTS.rglob("*.jsonl") for line in path.read_text().splitlines() if sources in line)
+    named_so = (head for head in map(json.loads, heads) if head.get("sources") == sources and head.get("commit"))
+    known = Counter(head["commit"] for head in named_so)
+    if known:
+        return known.most_common(1)[0][0]
     for commit in git("log", "--format=%h", "-n", "400").split():
         rows = [line.split(maxsplit=3) for line in git("ls-tree", "-r", f"{commit}:src/fastlayers").splitlines()]
         if combined((path, blob) for _, _, blob, path in rows if path.endswith(".py")) == sources:
