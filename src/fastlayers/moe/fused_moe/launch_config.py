@@ -42,7 +42,8 @@ class LaunchConfig:
     """Both GEMMs' tiles, and ``band``: how many blocks of pairs share the reading of weights.
 
     ``splits`` programs share the columns of an output of the second GEMM (packed weights, and ``first.m`` 1),
-    ``splits1`` of the first (``first.m`` 1, weights not packed).
+    ``splits1`` of the first (``first.m`` 1, weights not packed). A program of the second goes over ``strip`` tiles of
+    outputs (above 1 where :func:`takes_strips`).
     """
 
     first: Tile
@@ -50,6 +51,7 @@ class LaunchConfig:
     band: int = 8
     splits: int = 1
     splits1: int = 1
+    strip: int = 1
 
     @property
     def by_pair(self) -> bool:
@@ -64,19 +66,20 @@ class LaunchConfig:
         """Return the plan as an operator takes it; spelt out, because torch.compile traces it."""
         a, b = self.first, self.second
         tiles = [a.n, a.k, a.warps, a.stages, b.n, b.k, b.warps, b.stages]
-        return [a.m, self.band, self.splits, self.splits1, *tiles]
+        return [a.m, self.band, self.splits, self.splits1, self.strip, *tiles]
 
     @classmethod
     def of(cls, config: Mapping[str, int]) -> LaunchConfig:
         """Return the plan of a table's row."""
-        check_keys("fused_moe", "config of the Triton backend", config, _NAMES, ("splits", "splits1"))
+        check_keys("fused_moe", "config of the Triton backend", config, _NAMES, _ONES)
         tiles = [Tile(config["m"], *(config[f"{name}{i}"] for name in _TILE)) for i in (1, 2)]
-        return cls(tiles[0], tiles[1], config["band"], config.get("splits", 1), config.get("splits1", 1))
+        return cls(tiles[0], tiles[1], config["band"], *(config.get(name, 1) for name in _ONES))
 
 
 # What LaunchConfig.numbers() lists.
 _TILE = ("n", "k", "warps", "stages")
-_NAMES = ("m", "band", "splits", "splits1", *(f"{name}{number}" for number in (1, 2) for name in _TILE))
+_ONES = ("splits", "splits1", "strip")  # 1 where a table does not say
+_NAMES = ("m", "band", *_ONES, *(f"{name}{number}" for number in (1, 2) for name in _TILE))
 
 
 @lru_cache(maxsize=4096)
@@ -107,15 +110,18 @@ def plan_for(tokens: int, cfg: FusedMoEConfig, wide: bool) -> LaunchConfig:
         m = 16 if average <= 16 else 32
         return LaunchConfig(Tile(m, 32, 32, 4, 2), Tile(m, 64, 32, 4, 2))
     k = 64 if cfg.quant == "none" else 128
+    strips = not wide and cfg.intermediate_size == 2 * GROUP and takes_strips(cfg, _STRIP * 64)
     if average <= 16:
         # Whole lines of 128 columns: with 64 the weights arrive at 0.87 of the speed.
-        return LaunchConfig(Tile(16, 128, 128, 4, 3), Tile(16, 128, 128, 4, 3), band=1)
+        plan = LaunchConfig(Tile(16, 128, 128, 4, 3), Tile(16, 128, 128, 4, 3), band=1)
+        return replace(plan, second=Tile(16, 64, 128, 4, 3), strip=_STRIP) if strips else plan
     if average <= 64:
         m = 32 if average <= 32 else 64
         return LaunchConfig(Tile(m, 64, k, 4, 4), Tile(m, 128, k, 4, 4))
     if cfg.quant == "none":
         return LaunchConfig(Tile(128, 128, k, 8, 3), Tile(128, 128, k, 8, 4))
-    return LaunchConfig(Tile(64, 128, k, 8, 3), Tile(64, 128, k, 4, 4))
+    plan = LaunchConfig(Tile(64, 128, k, 8, 3), Tile(64, 128, k, 4, 4))
+    return replace(plan, second=Tile(64, 64, k, 8, 3), strip=_STRIP) if strips else plan
 
 
 # Measured on an H200, see benchmarks/notes/decode_phases.md.
@@ -138,6 +144,17 @@ def takes_vectors(cfg: FusedMoEConfig) -> bool:
         whole = cfg.hidden_size % GROUP == 0 and cfg.intermediate_size % GROUP == 0
         return whole and cfg.dtype != torch.float32 and cfg.pairs_per_token <= 16
     return cfg.quant == "none" and cfg.num_shared == 0 and cfg.dtype != torch.float32 and cfg.top_k <= 16
+
+
+# Tiles of a strip, of which few are as good as many, and the groups of columns whose codes fit beside weights.
+_STRIP, _STRIP_GROUPS = 8, 6
+
+
+def takes_strips(cfg: FusedMoEConfig, width: int) -> bool:
+    """Return whether the second product can go over strips of ``width`` outputs: FP8 in blocks, nothing left over."""
+    groups, rest = divmod(cfg.intermediate_size, GROUP)
+    whole = rest == 0 and groups <= _STRIP_GROUPS and cfg.hidden_size % max(width, GROUP) == 0
+    return cfg.quant == "fp8_block" and whole and not cfg.bias and cfg.dtype != torch.float32
 
 
 def _pair_plan(pairs: int, cfg: FusedMoEConfig) -> LaunchConfig:
@@ -292,10 +309,19 @@ def _block_plans(cfg: FusedMoEConfig, pairs: int) -> list[LaunchConfig]:
                 stages = min(stages, max_stages)
                 band = 1 if m <= 32 else 8
                 plans.append(LaunchConfig(Tile(m, n1, k, warps, stages), Tile(m, n2, k, warps, stages), band))
+        if m != 128 and takes_strips(cfg, _STRIP * 64):
+            plans += [_over_strips(m, cfg, *shape) for shape in ((64, 4), (64, 8), (128, 8))]
     if not plain and heights[0] == 16:
         firsts = [Tile(16, *shape) for shape in ((64, 128, 4, 5), (128, 128, 8, 3), (128, 128, 4, 4))]
         plans += [LaunchConfig(tile, Tile(16, 128, 128, 4, 3), 1) for tile in firsts]
     return plans
+
+
+def _over_strips(m: int, cfg: FusedMoEConfig, columns: int, warps: int) -> LaunchConfig:
+    """Return a plan whose second product goes over strips; ``columns``: of a tile of the first."""
+    first = Tile(m, columns, 128, warps, 5 if m == 16 and columns == 64 else 3)
+    stages = 3 if cfg.intermediate_size <= 2 * GROUP else 2
+    return LaunchConfig(first, Tile(m, 64, 128, warps, stages), 1 if m <= 32 else 8, strip=_STRIP)
 
 
 def _heights(average: float, plain: bool) -> list[int]:

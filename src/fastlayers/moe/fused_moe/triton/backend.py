@@ -19,7 +19,14 @@ from fastlayers.moe.align.triton import FEW, align, launch_few
 from fastlayers.moe.fused_moe import launch_config
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.experts_operator import ExpertsBackend, experts_operator
-from fastlayers.moe.fused_moe.launch_config import MAX_TOKENS, LaunchConfig, plan_for, plan_of, takes_vectors
+from fastlayers.moe.fused_moe.launch_config import (
+    MAX_TOKENS,
+    LaunchConfig,
+    plan_for,
+    plan_of,
+    takes_strips,
+    takes_vectors,
+)
 from fastlayers.moe.fused_moe.token_chunks import token_chunks
 from fastlayers.moe.fused_moe.triton import grouped_gemm
 from fastlayers.moe.fused_moe.triton.mxfp4_gemm import mxfp4_experts
@@ -28,6 +35,7 @@ from fastlayers.moe.fused_moe.triton.pair_gemm import pair_experts
 from fastlayers.moe.fused_moe.triton.pair_vector import vector_experts
 from fastlayers.moe.fused_moe.triton.pair_vector_fp8 import fp8_vector_experts
 from fastlayers.moe.fused_moe.triton.reduce import launch_reduce, reduce
+from fastlayers.moe.fused_moe.triton.strip_gemm import strip_kernel
 from fastlayers.moe.fused_moe.weights import EPS, FORMATS, GROUP, PLAIN_INPUTS, MoEWeights
 from fastlayers.quant.weight_only_config import WEIGHT_ONLY
 from fastlayers.runtime.launch import side_by_side
@@ -129,11 +137,20 @@ def _launches(
         num_stages=first.stages, **shared,
     )  # fmt: skip
     between = ((0, rows), (1, scales)) if fused else ((0, rows),) if plain else ()
-    down = grouped_gemm.down_kernel.at(
-        (blocks * cdiv(hidden, second.n),), pairs, blocks, hidden, inner, inner, parts=(*between, (6, partial), *last),
-        HAS_BIAS=bias2, EVEN_K=inner % second.k == 0, BLOCK_N=second.n, BLOCK_K=second.k, num_warps=second.warps,
-        num_stages=second.stages, **shared,
-    )  # fmt: skip
+    tile = {"BLOCK_N": second.n, "num_warps": second.warps, "num_stages": second.stages}
+    if plan.strip > 1:  # the kernel has no bias, and no place for it
+        last = tuple((place - 1, each) for place, each in last)
+        down = strip_kernel.at(
+            (blocks * (hidden // (second.n * plan.strip)),), pairs, blocks, hidden,
+            parts=(*between, (5, partial), *last), WIDE=wide, GROUPS=inner // GROUP, BLOCK_M=first.m,
+            TILES=plan.strip, BAND=plan.band, **tile, **launch,
+        )  # fmt: skip
+    else:
+        down = grouped_gemm.down_kernel.at(
+            (blocks * cdiv(hidden, second.n),), pairs, blocks, hidden, inner, inner,
+            parts=(*between, (6, partial), *last), HAS_BIAS=bias2, EVEN_K=inner % second.k == 0, BLOCK_K=second.k,
+            **tile, **shared,
+        )  # fmt: skip
     places = tuple(zip((1, 2, 3), aligned, strict=False))
     return _Launches(
         size, fused, launch_few(pairs, experts, first.m, device, places) if few else None, gate_up, down,
@@ -183,8 +200,8 @@ def _chunk(
         *rows, *(() if how.fused else (scale,)), *aligned,
     )  # fmt: skip
     between = _quantize(*rows, ids, experts, quant, ue8m0) if rows else ()
-    bias2 = weights if packed.w2_bias is None else packed.w2_bias
-    how.down(memory, *between, packed.w2, packed.w2_scale, bias2, weights, *aligned)
+    bias2 = () if plan.strip > 1 else (weights if packed.w2_bias is None else packed.w2_bias,)
+    how.down(memory, *between, packed.w2, packed.w2_scale, *bias2, weights, *aligned)
     how.reduce(memory, ids, y)
 
 
@@ -262,7 +279,10 @@ class TritonFusedMoE(ExpertsBackend):
     @staticmethod
     def fits(cfg: FusedMoEConfig, config: Mapping[str, int]) -> bool:
         """Return whether a configuration, maybe of another shape's table, is one for this shape."""
-        return config.get("m") != 0 or takes_vectors(cfg)
+        strip = config.get("strip", 1)
+        return (config.get("m") != 0 or takes_vectors(cfg)) and (
+            strip == 1 or takes_strips(cfg, strip * config.get("n2", 0))
+        )
 
     @staticmethod
     def token_counts(cfg: FusedMoEConfig, most: int) -> list[int]:
