@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,6 +140,33 @@ def test_refusals_name_the_reason() -> None:
     assert not fp4.auto_on
     with pytest.raises(NoBackendError, match=r"axis\.group has no NCCL"):
         SUM_NORM.choose(cfg, "H200")
+
+
+def guards() -> set[tuple[str, str]]:
+    """Return (row, layer) of the rows that are there to refuse: they have no file of their own."""
+    rows = {(row, layer) for layer in COLLECTIVES for row in registry(layer).ranked}
+    return {(row.name, layer) for row, layer in rows if ".collective:" in str(row.target)} - {
+        (name, layer) for name in ("nccl", "gloo") for layer in COLLECTIVES
+    }
+
+
+@pytest.mark.parametrize(("name", "layer"), sorted(guards()))
+def test_guards_refuse_in_words_on_all_hardware_and_are_never_chosen(name: str, layer: str) -> None:
+    rows, cfg = registry(layer), replace(spec_of(layer).cases[0].cfg, slots=8)
+    row = rows.named(name)
+    reasons = {row.refuse(cfg, device) for device in DESCRIBED.values()}
+    assert len(reasons) == 1 and len(str(reasons.pop())) > 20 and not row.auto_on
+    with pytest.raises(NoBackendError, match=re.escape(str(row.refuse(cfg, DESCRIBED["H200"])))):
+        rows.choose(cfg, "H200", name)
+
+
+def test_the_page_lists_the_guards_with_their_reasons() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text().partition("Rows that are guards only")[2]
+    found = re.findall(r"^\| `(\w+)` \| ([`\w, ]+) \| (.+) \|$", page.partition("\n\n|")[2].partition("\n\n")[0], re.M)
+    listed = {(name, layer): why for name, layers, why in found for layer in re.findall(r"\w+", layers)}
+    assert listed.keys() == guards() >= {("nvshmem", "all_reduce"), ("mnnvl", "sum_norm")}
+    for (name, layer), why in listed.items():
+        assert registry(layer).named(name).refuse(None, DESCRIBED["H200"]) == why
 
 
 def test_facts_of_all_ranks_decide() -> None:

@@ -24,6 +24,9 @@ from fastlayers.layer import Layer, check_asked
 from fastlayers.registry import Backend, Choice, Registry, reference_backend
 
 SYMMETRIC_NEEDS = ("triton:jit", "triton.language:atomic_xchg")
+# Of guards that several layers have.
+NVSHMEM = "needs one NVSHMEM for the whole process and its device code in each kernel: neither is here"
+MNNVL = "needs NVLink between hosts and multicast over it: neither is here"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd import forward_ad
 
-from fastlayers.comm.rank_layer import RankConfig, RankLayer, rank_registry, refuse_nccl, refuse_package
+from fastlayers.comm.rank_layer import MNNVL, NVSHMEM, RankConfig, RankLayer, rank_registry, refuse_nccl, refuse_package
 from fastlayers.device import Device
 from fastlayers.registry import Backend
 
@@ -42,6 +42,8 @@ ALL_REDUCE = rank_registry(
     {
         "nccl_window": "NCCL < 2.29: symmetric windows replayed in graphs corrupt data",
         "multimem": "multicast is off on this fabric",
+        "nvshmem": NVSHMEM,
+        "mnnvl": MNNVL,
     },
     Backend(
         "torch_symm_mem", "fastlayers.comm.all_reduce.torch_symm_mem:TorchSymmMemAllReduce",

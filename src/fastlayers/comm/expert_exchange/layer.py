@@ -18,7 +18,7 @@ import torch
 from torch.autograd import forward_ad
 
 from fastlayers.comm.parallel import Axis
-from fastlayers.comm.rank_layer import RankConfig, RankLayer, rank_registry
+from fastlayers.comm.rank_layer import MNNVL, NVSHMEM, RankConfig, RankLayer, rank_registry
 from fastlayers.errors import ArgumentError, check_positive, check_tensor
 from fastlayers.layer import Layer
 
@@ -50,7 +50,7 @@ class ExpertExchangeConfig(RankConfig):
 
 EXPERT_EXCHANGE = rank_registry(
     "expert_exchange", "ExpertExchange",
-    {"deep_ep": "V2 needs NCCL >= 2.30.4, V1 an NVSHMEM build: neither is here"},
+    {"deep_ep": "V2 needs NCCL >= 2.30.4, V1 an NVSHMEM build: neither is here", "nvshmem": NVSHMEM, "mnnvl": MNNVL},
 )  # fmt: skip
 
 

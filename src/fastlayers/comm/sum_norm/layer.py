@@ -21,7 +21,7 @@ import torch
 from torch.autograd import forward_ad
 
 from fastlayers.comm.parallel import Axis
-from fastlayers.comm.rank_layer import RankConfig, RankLayer, rank_registry, refuse_package
+from fastlayers.comm.rank_layer import MNNVL, RankConfig, RankLayer, rank_registry, refuse_package
 from fastlayers.device import Device
 from fastlayers.errors import check_choice, check_plain, check_tensor
 from fastlayers.layer import Layer
@@ -69,7 +69,7 @@ def _refuse_flashinfer(cfg: SumNormConfig, device: Device) -> str | None:
 
 
 SUM_NORM = rank_registry(
-    "sum_norm", "SumNorm", {"multimem": "multicast is off on this fabric"},
+    "sum_norm", "SumNorm", {"multimem": "multicast is off on this fabric", "mnnvl": MNNVL},
     Backend(
         "flashinfer", "fastlayers.comm.sum_norm.flashinfer:FlashInferSumNorm",
         ("flashinfer.comm:create_allreduce_fusion_workspace", "flashinfer.comm:allreduce_fusion"),
