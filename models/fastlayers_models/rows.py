@@ -18,7 +18,8 @@ import torch
 
 from fastlayers.attention.buckets import ExtendBucket
 from fastlayers.attention.step_buffers import Mirrored
-from fastlayers.errors import ArgumentError, RankLostError
+from fastlayers.comm.processes import rank_lost
+from fastlayers.errors import ArgumentError
 from fastlayers.integers import cdiv
 from fastlayers.sampler.layer import RowParams, SamplingParams
 
@@ -283,8 +284,10 @@ class Pending:
                 self._slot.arrived.synchronize()
             if self._slot.status is not None and (code := int(self._slot.status)):
                 lost = f"rank {code - 1} did not answer within the deadline of a sum over ranks"
-                raise RankLostError(
-                    f"Pending.tokens: {lost}; nothing of this step is right: make the model again, on all"
+                raise rank_lost(
+                    f"Pending.tokens: {lost}; nothing of this step is right: make the model again, on all",
+                    "a sum over ranks",
+                    code - 1,
                 )
             all_tokens: list[int] = self._slot.buffer[: self._size].tolist()
             self._found = all_tokens if self._kept is None else [all_tokens[index] for index in self._kept]

@@ -176,7 +176,7 @@ class ModelStep(CapturedSteps):
         self.weights = WeightsWatch(model)
         self._images = getattr(model, "tower", None) is not None
         balancer = getattr(model, "balancer", None)  # where experts move between steps
-        self.begin = balancer.tick if balancer is not None else lambda: None
+        self.begin = balancer.tick if balancer is not None else _begin
         self._ranks = collectives(model.parallel.tp if hasattr(model, "parallel") else SINGLE)
         self._size, self._mode = 0, "greedy"
         self._bucket: int | None = None
@@ -471,6 +471,10 @@ class ModelStep(CapturedSteps):
     def describe(self, key: StepKey) -> str:
         """Return a graph's key in words."""
         return f"{key.kind} of {key.tokens} tokens, {key.requests} requests, {key.mode}"
+
+
+def _begin() -> None:
+    TRAIL.steps += 1
 
 
 def _default_buckets(model: Any) -> ExtendBuckets:

@@ -99,7 +99,31 @@ class CollectiveOrderError(FastlayersError, RuntimeError):
 
 
 class RankLostError(FastlayersError, RuntimeError):
-    """Another rank did not answer within the deadline; the message names it where it is known."""
+    """Another rank did not answer within the deadline; the message names it where it is known.
+
+    Attributes
+    ----------
+    rank : int or None
+        Which one; ``None``: unknown.
+    operation : str
+        In which it was waited for.
+    step : int or None
+        The last that this process had begun, counted from 1; ``None``: none yet.
+    records : tuple of str
+        The last calls and replays of this process between ranks, and between which; the newest last.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        operation: str = "",
+        step: int | None = None,
+        records: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message)
+        self.rank, self.operation, self.step, self.records = rank, operation, step, tuple(records)
 
 
 class CaptureError(FastlayersError, RuntimeError):

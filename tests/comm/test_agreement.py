@@ -255,5 +255,6 @@ def test_a_lost_rank_is_named_with_the_step_whose_tokens_it_spoils() -> None:
     bad = outbox.send(torch.tensor([7, 8]))
     assert good.tokens() == [5, 6]
     for _ in range(2):
-        with pytest.raises(RankLostError, match="rank 1 did not answer within the deadline"):
+        with pytest.raises(RankLostError, match="rank 1 did not answer within the deadline") as caught:
             bad.tokens()
+        assert (caught.value.rank, caught.value.operation) == (1, "a sum over ranks")

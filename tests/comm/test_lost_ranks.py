@@ -19,7 +19,8 @@ from fastlayers.comm import board as boards
 from fastlayers.comm.board import Board
 from fastlayers.comm.collectives import collectives
 from fastlayers.comm.parallel import Axis
-from fastlayers.comm.processes import birth, ended, lost, own
+from fastlayers.comm.processes import AGAIN, birth, ended, lost, own
+from fastlayers.comm.trail import KEPT
 from fastlayers.errors import RankLostError
 from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
 from fastlayers.testing.world import Rank, WorldError, world
@@ -236,7 +237,8 @@ def test_every_survivor_ends_and_the_first_name_who_was_killed(tmp_path: Path) -
     assert world(4).run(tell_and_end, str(tmp_path), dying=range(4)) == [None] * 4
     found = [json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1, 3)]
     for said, seconds in found:
-        assert "over 4 ranks: rank " in said and said.endswith("the model must be made again, on all ranks")
+        assert "over 4 ranks: rank " in said and f"; {AGAIN} (no step had begun here; last calls between " in said
+        assert said.endswith("all_reduce with float32[4, 2] between ranks (0, 1, 2, 3))")  # the one that failed
         assert seconds < SECONDS
     assert any("rank 2 is gone" in said for said, _ in found) and not (tmp_path / "2").exists()
 
@@ -244,7 +246,7 @@ def test_every_survivor_ends_and_the_first_name_who_was_killed(tmp_path: Path) -
 # ---- a model -----------------------------------------------------------------------------------------------------
 
 
-def generate(rank: Rank, attn_dp: int, graphs: bool, at: int, phase: str) -> tuple[str, float, int]:
+def generate(rank: Rank, attn_dp: int, graphs: bool, at: int, phase: str) -> tuple[Any, float, int]:
     """Return what a stream of which the last rank is killed raises, after how long, and behind how many tokens."""
     torch.manual_seed(0)
     spec = rank.spec(attn_dp=attn_dp)
@@ -271,16 +273,24 @@ def generate(rank: Rank, attn_dp: int, graphs: bool, at: int, phase: str) -> tup
         for _ in generator.stream(prompts, max_new_tokens=60, eos_ids=()):
             seen, last = seen + 1, time.monotonic()
     except RankLostError as error:
-        return str(error), time.monotonic() - last, seen
+        return error, time.monotonic() - last, seen
     return "nothing", 0.0, seen
 
 
-@pytest.mark.parametrize(("attn_dp", "graphs", "at", "phase"), [
-    (1, False, 1, "prompt"), (1, True, 9, "replay"), (2, True, 6, "exchange"), (2, False, 4, "decode"),
+@pytest.mark.parametrize(("attn_dp", "graphs", "at", "phase", "steps", "record"), [
+    (1, False, 1, "prompt", (1, 1), "all_reduce with float32["), (1, True, 9, "replay", (2, 9), "replay of StepKey("),
+    (2, True, 6, "exchange", (2, 6), "replay of StepKey("), (2, False, 4, "decode", (4, 4), "all_gather with "),
 ])  # fmt: skip
-def test_a_rank_killed_in_each_phase(attn_dp: int, graphs: bool, at: int, phase: str) -> None:
-    (said, seconds, seen), _ = world(2).run(generate, attn_dp, graphs, at, phase, dying=[1])
+def test_a_rank_killed_in_each_phase(
+    attn_dp: int, graphs: bool, at: int, phase: str, steps: tuple[int, int], record: str
+) -> None:
+    (error, seconds, seen), _ = world(2).run(generate, attn_dp, graphs, at, phase, dying=[1])
+    said = str(error)  # pickled on its way here
     assert "rank 1 is gone, its process" in said, said
+    assert (error.rank, bool(error.operation)) == (1, True) and steps[0] <= error.step <= steps[1], error.step
+    assert f"(step {error.step} was the last to begin here; last calls between ranks: " in said
+    assert said.endswith(f"{'; '.join(error.records[-3:])})") and 0 < len(error.records) <= 4 * KEPT
+    assert any(each.startswith(record) for each in error.records), error.records
     assert seconds < SECONDS
     assert seen == 0 if phase == "prompt" else seen > 0
 

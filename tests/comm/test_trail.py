@@ -128,6 +128,25 @@ def test_calls_of_other_ranks_and_inside_a_capture_do_not_count() -> None:
     assert trail.take(whole)[0] == value != trail.take(whole)[0]
 
 
+def test_the_last_calls_in_words_are_those_that_were_compared_and_those_since() -> None:
+    trail, whole, part = Trail(), Axis(2, 0, (0, 1)), Axis(2, 0, (4, 5))
+    assert trail.recent() == ()
+    trail.note("all_reduce", whole, (2, 8), torch.float32)
+    trail.step("replay", 1)
+    trail.take(whole)
+    trail.take(whole)  # nothing was called between
+    trail.note("all_gather", whole, (1, 8), torch.float32)
+    trail.note("all_gather", part, (1, 8), torch.float32)
+    assert trail.recent() == (
+        "replay of 1", "all_reduce with float32[2, 8] between ranks (0, 1)",
+        "all_gather with float32[1, 8] between ranks (0, 1)", "all_gather with float32[1, 8] between ranks (4, 5)",
+    )  # fmt: skip
+    for number in range(2 * KEPT):
+        trail.note("all_reduce", whole, (number, 8), torch.float32)
+    last = [each for each in trail.recent() if each.endswith("(0, 1)")]
+    assert len(last) == KEPT and last[-1] == f"all_reduce with float32[{2 * KEPT - 1}, 8] between ranks (0, 1)"
+
+
 def test_what_a_call_and_a_step_cost_the_host() -> None:
     trail, axis, x = Trail(), Axis(2, 0, (0, 1)), torch.zeros(4, 8)
 

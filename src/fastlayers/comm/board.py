@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fastlayers.comm.parallel import Axis
-from fastlayers.comm.processes import AGAIN, ended, host, own
-from fastlayers.errors import RankLostError
+from fastlayers.comm.processes import AGAIN, ended, host, own, rank_lost
 
 _DEPTH = 8  # records of a ring
 _SIZE = 1 << 16  # bytes of a message that one record holds; longer ones take several
@@ -161,13 +160,11 @@ class Board:
                 looked = now
                 process = self._processes[rank]
                 if process is not None and ended(process) and not ready():
-                    raise RankLostError(
-                        f"Board: rank {self._names[rank]} is gone, its process {process[1]} has ended; {AGAIN}"
-                    )
+                    gone = f"is gone, its process {process[1]} has ended"
+                    raise rank_lost(f"Board: rank {self._names[rank]} {gone}; {AGAIN}", "Board", self._names[rank])
                 if self.deadline_s is not None and now - begin > self.deadline_s:
-                    raise RankLostError(
-                        f"Board: rank {self._names[rank]} said nothing for {self.deadline_s:g} s; {AGAIN}"
-                    )
+                    silent = f"said nothing for {self.deadline_s:g} s"
+                    raise rank_lost(f"Board: rank {self._names[rank]} {silent}; {AGAIN}", "Board", self._names[rank])
             time.sleep(rest)
             rest = min(_LONGEST_REST, 1.2 * rest)
         return found

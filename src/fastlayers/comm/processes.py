@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastlayers.comm.parallel import Axis
+from fastlayers.comm.trail import TRAIL
 from fastlayers.errors import RankLostError
 
 AGAIN = "the model must be made again, on all ranks"
@@ -19,6 +20,7 @@ _SIGNS = (
     "gloo/transport", "pair closure", "Connection closed by peer", "Connection reset", "Broken pipe",
     "ncclRemoteError", "communicator was aborted", "Watchdog caught collective operation timeout",
 )  # fmt: skip
+_SHOWN = 3  # calls in a message
 _ENDING_SECONDS = 1.0  # a process closes its connections before it has ended
 
 
@@ -59,6 +61,18 @@ def ended(process: Sequence[Any]) -> bool:
     return process[0] == host() and process[2] is not None and birth(process[1]) != process[2]
 
 
+def rank_lost(message: str, operation: str, rank: int | None = None) -> RankLostError:
+    """Return the error of a rank that is lost, with the step and the calls that this process made last.
+
+    ``rank``: in the world, where it is known.
+    """
+    step, records = TRAIL.steps or None, TRAIL.recent()
+    made = "; ".join(records[-_SHOWN:]) or "none"
+    began = "no step had begun here" if step is None else f"step {step} was the last to begin here"
+    words = f"{message} ({began}; last calls between ranks: {made})"
+    return RankLostError(words, rank=rank, operation=operation, step=step, records=records)
+
+
 def lost(error: RuntimeError, axis: Axis, operation: str) -> RankLostError | None:
     """Return what an error of torch.distributed means where it means that a rank is gone, else ``None``."""
     text = str(error)
@@ -66,8 +80,8 @@ def lost(error: RuntimeError, axis: Axis, operation: str) -> RankLostError | Non
         return None
     begin, who = f"{operation} over {axis.size} ranks", _ended_of(axis)
     if who is not None:
-        return RankLostError(f"{begin}: rank {who[0]} is gone, its process {who[1]} has ended; {AGAIN}")
-    return RankLostError(f"{begin}: a rank did not answer ({text.splitlines()[0][:200]}); {AGAIN}")
+        return rank_lost(f"{begin}: rank {who[0]} is gone, its process {who[1]} has ended; {AGAIN}", operation, who[0])
+    return rank_lost(f"{begin}: a rank did not answer ({text.splitlines()[0][:200]}); {AGAIN}", operation)
 
 
 def _ended_of(axis: Axis) -> tuple[int, int] | None:

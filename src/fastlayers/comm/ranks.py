@@ -146,9 +146,12 @@ class Ranks:
 def _missing(error: Exception, rank: int, world: int) -> RankLostError:
     """Return what it means that the store of torch.distributed was asked in vain for what another rank writes."""
     key = re.search(r"keys: \S*//cpu//\d+/(\d+)", str(error))  # Gloo's ends with the rank that would write it
-    who = f"rank {key[1]} did not come" if key and int(key[1]) != rank else "not all ranks came"
+    late = int(key[1]) if key and int(key[1]) != rank else None
+    who = f"rank {late} did not come" if late is not None else "not all ranks came"
     first = str(error).splitlines()[0][:200]
     return RankLostError(
         f"Ranks: rank {rank} waited for {world} processes, and {who} within {TIMEOUT.total_seconds():g} s ({first}); "
-        f"accepted: all {world} processes make the model"
+        f"accepted: all {world} processes make the model",
+        rank=late,
+        operation="Ranks",
     )

@@ -74,10 +74,16 @@ class Trail:
     ----------
     lines : dict
         Ranks of an axis (:data:`STEPS`: replays) to their :class:`Line`.
+    before : dict
+        Those that were compared last, if anything was called then.
+    steps : int
+        That this process has begun.
     """
 
     def __init__(self) -> None:
         self.lines: dict[tuple[int, ...], Line] = {}
+        self.before: dict[tuple[int, ...], Line] = {}
+        self.steps = 0
 
     def note(
         self, name: str, axis: Axis, shape: Sequence[int] | None, dtype: torch.dtype | None,
@@ -113,6 +119,18 @@ class Trail:
         """Return one number of all lines, whichever ranks they are of: groups do the same, each within itself."""
         return sum(line.value for line in self.lines.values()) & _MASK
 
+    def recent(self) -> tuple[str, ...]:
+        """Return the last calls in words, of each line at most as many as are kept, and between whom; newest last.
+
+        Those since ranks last compared, and those that they compared then.
+        """
+        found = []
+        for ranks in sorted({*self.before, *self.lines}):
+            lines = [lines[ranks] for lines in (self.before, self.lines) if ranks in lines]
+            calls = [_words(call) for line in lines for call in line.calls][-KEPT:]
+            found += [call if ranks == STEPS else f"{call} between ranks {ranks}" for call in calls]
+        return tuple(found)
+
     def take(self, axis: Axis, *, steps: bool = True) -> tuple[int, Callable[[], str]]:
         """Return the number of the calls that all ranks of an axis make, and what tells them; begin anew.
 
@@ -126,6 +144,8 @@ class Trail:
         value = 0
         for ranks in sorted(common):
             value = (value * _PRIME + common[ranks].value) & _MASK
+        if any(line.count for line in self.lines.values()):
+            self.before = self.lines
         self.lines = {ranks: Line() for ranks in self.lines}
 
         def told() -> str:
