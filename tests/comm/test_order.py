@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -12,10 +13,13 @@ import torch
 from fastlayers.comm.all_reduce.layer import AllReduce
 from fastlayers.comm.collectives import Collectives, collectives
 from fastlayers.comm.order import DEADLINE, CheckedCollectives, Order
-from fastlayers.errors import CollectiveOrderError
+from fastlayers.comm.parallel import Axis
+from fastlayers.comm.processes import own as own_process
+from fastlayers.errors import CollectiveOrderError, RankLostError
 from fastlayers.testing.world import Rank, world
 
 SHORT = timedelta(seconds=1.5)  # for what never comes; ranks of a busy machine are further apart than that
+SECONDS = 5.0
 SILENT = ("an idle rank stays out", "another axis")
 
 
@@ -102,9 +106,57 @@ def test_what_differs_is_named_on_every_rank() -> None:
         said, count, seconds = one[fault]
         assert own in said and theirs in said and "test_order.py:" in said, (fault, said)
         assert count == launched and said.endswith("Nothing was launched.")
-        assert seconds < DEADLINE.total_seconds() / 2  # nobody waited for it
+        assert seconds < SECONDS  # nobody waited for the deadline
         if fault not in SILENT:  # which go on by themselves
             assert two[fault][1] == launched and "rank 0 calls" in two[fault][0], (fault, two[fault])
+
+
+def along(rank: int, order: Order, lines: list[tuple[int, ...]]) -> str:
+    try:
+        for line in lines:
+            order.check("all_reduce", Axis(len(line), line.index(rank), line), torch.zeros(2, 8))
+    except (CollectiveOrderError, RankLostError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_ranks_that_wait_for_each_other_along_two_axes_say_so_at_once() -> None:
+    """With the usual deadline: neither will ever make the other's call."""
+    store, whole, part = torch.distributed.HashStore(), (0, 1, 2, 3), (0, 1)
+    orders = [Order(store, rank, 4, name="crossed") for rank in range(2)]
+    assert orders[0].deadline == DEADLINE
+    begin = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(along, rank, order, [part, (part, whole)[rank]]) for rank, order in enumerate(orders)]
+        said = [job.result() for job in jobs]
+    assert time.monotonic() - begin < SECONDS
+    calls = f"call 2 between ranks {part}", f"call 1 between ranks {whole}"
+    end = "all_reduce with float32[2, 8] at test_order.py:"
+    for rank in range(2):
+        assert said[rank].startswith(f"CollectiveOrderError: {calls[rank]}: rank {rank} calls all_reduce"), said
+        assert f"rank {1 - rank} makes {calls[1 - rank]}, {end}" in said[rank], said
+        assert said[rank].endswith("and waits there for this one. Nothing was launched."), said
+
+
+@pytest.mark.parametrize("seconds", [2.5, pytest.param(10.0, marks=pytest.mark.slow)])
+def test_a_host_that_is_late_is_waited_for(seconds: float) -> None:
+    store, line = torch.distributed.HashStore(), (0, 1)
+    orders = [Order(store, rank, 2, name="late") for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(along, 0, orders[0], [line, line])
+        time.sleep(seconds)
+        assert pool.submit(along, 1, orders[1], [line, line]).result() == first.result() == "nothing"
+
+
+def test_a_rank_whose_process_has_ended_is_lost() -> None:
+    store, gone = torch.distributed.HashStore(), [*own_process()[:2], "another"]
+    order, begin = Order(store, 0, 2, name="ended"), time.monotonic()
+    axis = Axis(2, 0, (0, 1), processes=(tuple(own_process()), tuple(gone)))
+    with pytest.raises(
+        RankLostError, match=rf"; rank 1 is gone, its process {gone[1]} has ended, its last: nothing\."
+    ) as caught:
+        order.check("all_reduce", axis, torch.zeros(2, 8))
+    assert caught.value.rank == 1 and time.monotonic() - begin < SECONDS
 
 
 def used(rank: Rank) -> list[str]:

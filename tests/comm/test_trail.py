@@ -23,6 +23,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from family_tools import save_random, tiny_config
 from silent_ranks import WIDE, X, silent
 
+
+def digest(operation: str, x: torch.Tensor) -> str:
+    """Return the number of a captured step that makes one call."""
+    calls = Trail()
+    calls.note(operation, Axis(2, 0, (0, 1)), x.shape, x.dtype)
+    return f"{calls.digest():x}"
+
+
 # What each rank calls behind the first step, and what every rank reads then.
 SAME = "accepted: the same on all ranks. FASTLAYERS_DEBUG=1 names where a call is made, before it is launched."
 FAULTS: dict[str, tuple[Any, Any, str]] = {
@@ -58,6 +66,17 @@ FAULTS: dict[str, tuple[Any, Any, str]] = {
         lambda over, graphs: graphs.replay(1),
         lambda over, graphs: graphs.replay(2),
         "captured steps, number 1 since ranks last agreed: rank 0 made replay of 1; rank 1 made replay of 2",
+    ),
+    "another capture": (
+        lambda over, graphs: graphs.capture(3, lambda: over.all_reduce_(X)),
+        lambda over, graphs: graphs.capture(3, lambda: over.all_gather(X)),
+        f"captured steps, number 1 since ranks last agreed: rank 0 made capture {digest('all_reduce', X)} of 3; rank 1 "
+        f"made capture {digest('all_gather', X)} of 3",
+    ),
+    "a capture of another key": (
+        lambda over, graphs: graphs.capture(4, lambda: over.all_reduce_(X)),
+        lambda over, graphs: graphs.capture(5, lambda: over.all_reduce_(X)),
+        f"rank 0 made capture {digest('all_reduce', X)} of 4; rank 1 made capture {digest('all_reduce', X)} of 5",
     ),
 }  # fmt: skip
 

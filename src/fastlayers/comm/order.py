@@ -3,14 +3,15 @@
     rank r, call k along an axis:  operation, shape, dtype, where it was called ─► store ─► those of its ranks, compared
 
 Ranks whose calls differ would wait for each other, or add up what does not belong together. A rank that says nothing
-within :data:`DEADLINE`, or calls along another axis, is named with what it said last; nothing was launched then, and no
-rank waits for ever.
+within :data:`DEADLINE` is named with what it said last, and so is, at once, one that waits along another axis for who
+waits for it; nothing was launched then, and no rank waits for ever. A rank whose process has ended is lost.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -21,6 +22,7 @@ import torch
 
 from fastlayers.comm.collectives import Collectives
 from fastlayers.comm.parallel import Axis
+from fastlayers.comm.processes import AGAIN, ended, rank_lost
 from fastlayers.errors import CollectiveOrderError
 
 # How long a rank may be behind: first calls compile.
@@ -28,6 +30,7 @@ DEADLINE = timedelta(seconds=120)
 # Frames of these files and of torch are not where a call was made.
 _OWN = str(Path(__file__).parent)
 _KEPT = 64  # calls that stay in the store
+_LOOK = timedelta(seconds=1)  # a rank that waits looks so often what the other one does instead
 
 
 class Order:
@@ -55,6 +58,8 @@ class Order:
         ------
         CollectiveOrderError
             On every rank: another one calls something else next, or says nothing within the deadline.
+        RankLostError
+            Its process has ended.
         """
         line = axis.ranks if len(axis.ranks) == axis.size else tuple(range(self.size))
         self.calls[line] += 1
@@ -67,7 +72,7 @@ class Order:
             self.store.delete_key(self._key(line, number - _KEPT, self.rank))
         begin = f"call {number} between ranks {line}: rank {self.rank} calls {_words(mine)}"
         for rank in line:
-            theirs = mine if rank == self.rank else self._of(line, number, rank, begin)
+            theirs = mine if rank == self.rank else self._of(axis, line, number, rank, begin)
             if (theirs["call"], theirs["rows"]) != (mine["call"], mine["rows"]):
                 accepted = "the same on all ranks. Nothing was launched."
                 raise CollectiveOrderError(f"{begin}; rank {rank} calls {_words(theirs)}; accepted: {accepted}")
@@ -75,22 +80,47 @@ class Order:
     def _key(self, line: tuple[int, ...], number: int, rank: int) -> str:
         return f"{self.name}/{line}/{number}/{rank}"
 
-    def _of(self, line: tuple[int, ...], number: int, rank: int, begin: str) -> dict[str, Any]:
+    def _of(self, axis: Axis, line: tuple[int, ...], number: int, rank: int, begin: str) -> dict[str, Any]:
         """Wait for what another rank says of this call."""
-        key = self._key(line, number, rank)
+        key, until = self._key(line, number, rank), time.monotonic() + self.deadline.total_seconds()
+        while True:
+            left = max(0.001, until - time.monotonic())
+            try:
+                self.store.wait([key], min(_LOOK, timedelta(seconds=left)))
+                found: dict[str, Any] = json.loads(self.store.get(key))
+                return found
+            except RuntimeError as error:  # torch's of a store are
+                told, here = self._last(rank, key)
+                if here:
+                    continue
+                last = "nothing"
+                if told is not None:
+                    last = f"call {told['number']} between ranks {tuple(told['line'])}, {_words(told)}"
+                process = dict(zip(axis.ranks, axis.processes, strict=False)).get(rank)
+                if process is not None and ended(process):
+                    gone = f"rank {rank} is gone, its process {process[1]} has ended, its last: {last}"
+                    raise rank_lost(f"{begin}; {gone}. Nothing was launched; {AGAIN}", "order", rank) from error
+                why = None
+                if told is not None and self._awaits_me(told):
+                    why = f"makes {last}, and waits there for this one"
+                elif time.monotonic() >= until:
+                    why = f"says nothing of it for {self.deadline.total_seconds():g} s, its last: {last}"
+                if why is not None:
+                    raise CollectiveOrderError(f"{begin}; rank {rank} {why}. Nothing was launched.") from error
+
+    def _last(self, rank: int, key: str) -> tuple[dict[str, Any] | None, bool]:
+        """Return what another rank said last, and whether ``key`` is there now: who says a call has said it."""
+        last = f"{self.name}/last/{rank}"
         try:
-            self.store.wait([key], self.deadline)
-            found: dict[str, Any] = json.loads(self.store.get(key))
-        except RuntimeError as error:  # torch's of a store are
-            last = "nothing yet"
-            if self.store.check([f"{self.name}/last/{rank}"]):
-                told = json.loads(self.store.get(f"{self.name}/last/{rank}"))
-                last = f"call {told['number']} between ranks {tuple(told['line'])}, {_words(told)}"
-            raise CollectiveOrderError(
-                f"{begin}; rank {rank} says nothing of it for {self.deadline.total_seconds():g} s, its last: {last}. "
-                "Nothing was launched."
-            ) from error
-        return found
+            told = json.loads(self.store.get(last)) if self.store.check([last]) else None
+            return told, self.store.check([key])
+        except RuntimeError:  # gone with the process that kept it
+            return None, False
+
+    def _awaits_me(self, told: dict[str, Any]) -> bool:
+        """Return whether who made this call last waits until this rank makes it, too."""
+        line = tuple(told["line"])
+        return self.rank in line and told["number"] > self.calls[line]
 
 
 def _words(record: dict[str, Any]) -> str:
