@@ -233,7 +233,7 @@ def drive(rank: Rank, folder: str, name: str, changes: tuple[tuple[str, str, str
 DEADLINE, LOOKS = 10**9, 200  # nanoseconds, and looks at the clock that they are: a second, and longer if it is busy
 
 
-def hold_up(rank: Rank, folder: str, fault: str) -> tuple[list[bool], int | None, float]:
+def hold_up(rank: Rank, folder: str, fault: str, stands: float = 0.0) -> tuple[list[bool], int | None, float]:
     """Return what four calls gave on this rank, who was late, and the seconds of the last two, or deadlines waited."""
     pace = Pace(rank, folder, far=False)
     with kernels(rank, folder, fault, (), pace) as made:
@@ -242,8 +242,8 @@ def hold_up(rank: Rank, folder: str, fault: str) -> tuple[list[bool], int | None
         begin = time.monotonic()
         if fault == "gone":
             ranks.arena.deadline_ns, pace.step = DEADLINE, DEADLINE // LOOKS
-        if rank.rank == 1 and fault == "stopped":
-            with subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {os.getpid()}"]):
+        if rank.rank == 1 and fault.startswith("stopped"):
+            with subprocess.Popen(["sh", "-c", f"sleep {stands}; kill -CONT {os.getpid()}"]):
                 os.kill(os.getpid(), signal.SIGSTOP)
         elif rank.rank == 1:
             return found, None, 0.0
@@ -251,10 +251,11 @@ def hold_up(rank: Rank, folder: str, fault: str) -> tuple[list[bool], int | None
         return found, ranks.arena.failed(), pace.passed / DEADLINE or time.monotonic() - begin
 
 
-def test_a_rank_that_stands_still_is_waited_for(tmp_path: Path) -> None:
-    answers = world(2).run(hold_up, str(tmp_path), "stopped")
+@pytest.mark.parametrize("stands", [2.0, pytest.param(5.0, marks=pytest.mark.slow)])
+def test_a_rank_that_stands_still_is_waited_for(stands: float, tmp_path: Path) -> None:
+    answers = world(2).run(hold_up, str(tmp_path), f"stopped {stands:g}", stands)
     assert all(found == [True] * 4 and late is None for found, late, _ in answers)
-    assert max(seconds for *_, seconds in answers) > 1.5
+    assert max(seconds for *_, seconds in answers) > 0.75 * stands
 
 
 def test_a_rank_that_is_gone_is_named_once_the_deadline_is_over(tmp_path: Path) -> None:
