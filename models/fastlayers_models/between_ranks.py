@@ -22,6 +22,7 @@ import torch
 from fastlayers.comm.board import Board
 from fastlayers.comm.collectives import collectives
 from fastlayers.comm.parallel import Axis
+from fastlayers.comm.processes import gather_objects
 from fastlayers.comm.ranks import TIMEOUT
 from fastlayers.comm.trail import TRAIL, name_difference
 from fastlayers_models.rows import Pending
@@ -49,10 +50,7 @@ class RankStep(ModelStep):
         if board is not None:
             every = [each.decode() for each in board.exchange(told.encode())]
         else:
-            import torch.distributed as dist
-
-            every = [""] * self._axis.size
-            dist.all_gather_object(every, told, group=self._axis.group)
+            every = gather_objects(told, self._axis, "telling what ranks called")
         name_difference(self._axis, every)
 
 

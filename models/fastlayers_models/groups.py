@@ -25,6 +25,7 @@ from fastlayers.attention.meta import AttentionBatch, AttentionMeta
 from fastlayers.comm.collectives import collectives
 from fastlayers.comm.padding import StepTokens
 from fastlayers.comm.parallel import ParallelSpec
+from fastlayers.comm.processes import gather_objects
 from fastlayers.comm.trail import TRAIL
 from fastlayers.errors import ArgumentError
 from fastlayers.runtime.graphs import bucket_of
@@ -137,10 +138,7 @@ class GroupStep(RankStep):
 
     def of_all_groups(self, outputs: list[list[int]]) -> list[list[int]]:
         """Return the outputs of all groups' requests: request ``i`` is group ``i % groups``'s."""
-        import torch.distributed as dist
-
-        found: list[Any] = [None] * self._groups.size
-        dist.all_gather_object(found, outputs, group=self.model.parallel.attn_dp.group)
+        found = gather_objects(outputs, self.model.parallel.attn_dp, "gathering outputs")
         return [found[index % self._groups.size][index] for index in range(len(outputs))]
 
     def decode_together(self, batch: AttentionBatch, intents: Sequence[Intent]) -> Pending:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -11,18 +12,24 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from fastlayers.comm import board as boards
+from fastlayers.comm.agreement import share_tables
 from fastlayers.comm.board import Board
 from fastlayers.comm.collectives import collectives
+from fastlayers.comm.fabric import Fabric, Workspace, agree, survey
 from fastlayers.comm.parallel import Axis
 from fastlayers.comm.processes import AGAIN, birth, ended, lost, own
 from fastlayers.comm.trail import KEPT
 from fastlayers.errors import RankLostError
+from fastlayers.moe.placement.moves import connect
+from fastlayers.registry import Backend
+from fastlayers.runtime import builds
 from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
 from fastlayers.testing.world import Rank, WorldError, world
 from fastlayers_models.generate import Generator
@@ -230,6 +237,56 @@ def collective(rank: Rank, operation: str, dead: int) -> tuple[str, float]:
 def test_a_collective_names_who_was_killed() -> None:
     (said, seconds), _ = world(2).run(collective, "all_gather_variable", 1, dying=[1])
     assert "over 2 ranks: rank 1 is gone, its process" in said and seconds < SECONDS
+
+
+def calls_of(axis: Axis, folder: str) -> dict[str, Callable[[], Any]]:
+    """Return what ranks call together apart from collectives, by the operation that the error names."""
+    step: Any = GroupStep.__new__(GroupStep)
+    step._axis = axis
+    step._groups, step.model = SimpleNamespace(size=2), SimpleNamespace(parallel=SimpleNamespace(attn_dp=axis))
+    row = Backend("flashinfer", "nowhere:Nothing", ("torch:tensor",))
+    return {
+        "asking what connects ranks": lambda: survey(axis, torch.device("cpu")),
+        "comparing what ranks have": lambda: agree(axis, {"a": 1}),
+        "importing what flashinfer needs": lambda: Workspace(Fabric(2)).agree_on(row, axis),
+        "making a board": lambda: Board(axis),
+        "asking for the ranks' hosts": lambda: Board.make(axis),
+        "telling what is built": lambda: builds.meet(axis),
+        "telling what could not be built": lambda: builds.of_all_ranks({}, axis),
+        "sharing tuned tables": lambda: share_tables([], Path(folder), axis),
+        "connecting ranks between which experts move": lambda: connect(axis, torch.device("cpu")),
+        "gathering outputs": lambda: step.of_all_groups([[1]]),
+        "telling what ranks called": lambda: step._name_difference(None, "[]"),
+    }
+
+
+def left_alone(rank: Rank, folder: str) -> dict[str, tuple[str, int | None]]:
+    axis = rank.spec().tp
+    collectives(axis).all_reduce_(torch.ones(2))
+    if rank.rank == 1:
+        die()
+    found: dict[str, tuple[str, int | None]] = {}
+    for operation, call in calls_of(axis, folder).items():
+        try:
+            call()
+        except RankLostError as error:
+            found[operation] = str(error), error.rank
+    return found
+
+
+def test_whatever_ranks_call_together_names_who_is_gone(tmp_path: Path) -> None:
+    found, _ = world(2).run(left_alone, str(tmp_path), dying=[1])
+    assert found.keys() == calls_of(Axis(), "").keys()
+    for operation, (said, rank) in found.items():
+        assert said.startswith(f"{operation} over 2 ranks: rank 1 is gone, its process ") and rank == 1, said
+
+
+def test_objects_are_gathered_in_one_place() -> None:
+    """So that no error of torch.distributed reaches a user."""
+    root = Path(__file__).parents[2]
+    files = [path for folder in ("src", "models", "server") for path in (root / folder).rglob("*.py")]
+    calling = {path.name for path in files if re.search(r"\b(all_)?gather_object\(", path.read_text())}
+    assert len(files) > 300 and calling == {"processes.py"}
 
 
 def tell_and_end(rank: Rank, folder: str) -> None:

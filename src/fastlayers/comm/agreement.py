@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fastlayers.comm.parallel import Axis, ParallelSpec
+from fastlayers.comm.processes import naming_lost
 from fastlayers.layer import Layer
 from fastlayers.registry.choice import Rung
 from fastlayers.runtime.kernel_cache import write_whole
@@ -54,7 +55,8 @@ def share_tables(written: Sequence[Path], folder: Path, axis: Axis) -> list[Path
 
     told: list[Any] = [[(path.relative_to(folder).as_posix(), path.read_text()) for path in written]]
     assert axis.group is not None
-    dist.broadcast_object_list(told, group=axis.group, group_src=0)
+    with naming_lost(axis, "sharing tuned tables"):
+        dist.broadcast_object_list(told, group=axis.group, group_src=0)
     for name, text in told[0]:
         path = folder / name
         if not path.is_file() or path.read_text() != text:  # of one host all ranks have it already

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fastlayers.comm.parallel import Axis
-from fastlayers.comm.processes import AGAIN, ended, host, own, rank_lost
+from fastlayers.comm.processes import AGAIN, ended, gather_objects, host, own, rank_lost
 
 _DEPTH = 8  # records of a ring
 _SIZE = 1 << 16  # bytes of a message that one record holds; longer ones take several
@@ -56,8 +56,6 @@ class Board:
     """
 
     def __init__(self, axis: Axis, deadline_s: float | None = None) -> None:
-        import torch.distributed as dist
-
         self.rank, self.size, self.deadline_s = axis.rank, axis.size, deadline_s
         # Ranks are named as in the world.
         self._names = axis.ranks if len(axis.ranks) == axis.size else tuple(range(axis.size))
@@ -68,8 +66,7 @@ class Board:
             file = _reserved(nbytes) if axis.rank == 0 else None
         except OSError as error:
             failed = f"Board: rank {self._names[0]} has no room for {nbytes:,} bytes: {error}"
-        told: list[Any] = [None] * axis.size
-        dist.all_gather_object(told, (file.name if file is not None else failed, own()), group=axis.group)
+        told = gather_objects((file.name if file is not None else failed, own()), axis, "making a board")
         if told[0][0].startswith("Board: "):
             raise OSError(told[0][0])
         try:
@@ -77,8 +74,7 @@ class Board:
                 self._memory = mmap.mmap(shared.fileno(), nbytes)
         except OSError as error:
             failed = f"Board: rank {self._names[axis.rank]} does not see what rank {self._names[0]} has made: {error}"
-        reached: list[str] = [""] * axis.size
-        dist.all_gather_object(reached, failed, group=axis.group)
+        reached = gather_objects(failed, axis, "making a board")
         if file is not None:
             file.close()  # everybody has it: nobody else needs its name
         if any(reached):
@@ -95,8 +91,7 @@ class Board:
 
         if axis.size == 1 or not isinstance(axis.group, dist.ProcessGroup):
             return None
-        hosts: list[Any] = [None] * axis.size
-        dist.all_gather_object(hosts, host(), group=axis.group)
+        hosts = gather_objects(host(), axis, "asking for the ranks' hosts")
         return Board(axis, deadline_s) if len(set(hosts)) == 1 else None
 
     def exchange(self, data: bytes) -> list[bytes]:

@@ -16,7 +16,7 @@ import torch
 
 from fastlayers import env
 from fastlayers.comm.parallel import Axis
-from fastlayers.comm.processes import lost
+from fastlayers.comm.processes import gather_objects
 from fastlayers.comm.symmetric import Arena, NoSymmetricMemory, Phases, SymmArena
 from fastlayers.device import as_device, missing, package
 from fastlayers.errors import CollectiveMismatch
@@ -58,8 +58,6 @@ def survey(axis: Axis, device: torch.device) -> Fabric:
     CollectiveMismatch
         Ranks have different versions of torch, Triton or fastlayers, or the environment names other backends there.
     """
-    import torch.distributed as dist
-
     import fastlayers
 
     if axis.size == 1:
@@ -73,8 +71,7 @@ def survey(axis: Axis, device: torch.device) -> Fabric:
         "packages": {name: package(name, load=False) for name in PACKAGES},
         "asked": {layer: name for layer, name in sorted(env.backend_overrides().items()) if layer in COLLECTIVES},
     }  # fmt: skip
-    facts: list[Any] = [None] * axis.size
-    dist.all_gather_object(facts, mine, group=axis.group)
+    facts = gather_objects(mine, axis, "asking what connects ranks")
     versions = [each["versions"] for each in facts]
     if len(set(versions)) != 1:
         raise CollectiveMismatch(f"ranks run different versions: {dict(enumerate(versions))}; accepted: one everywhere")
@@ -128,13 +125,7 @@ def agree(axis: Axis, facts: Mapping[str, Any]) -> None:
 
     if axis.size == 1 or not isinstance(axis.group, dist.ProcessGroup):
         return
-    found: list[Any] = [None] * axis.size
-    try:
-        dist.all_gather_object(found, {name: str(value) for name, value in facts.items()}, group=axis.group)
-    except RuntimeError as error:
-        if (gone := lost(error, axis, "comparing what ranks have")) is None:
-            raise
-        raise gone from error
+    found = gather_objects({name: str(value) for name, value in facts.items()}, axis, "comparing what ranks have")
     for name in dict.fromkeys(name for each in found for name in each):
         values = [each.get(name, "nothing") for each in found]
         if len(set(values)) > 1:
@@ -186,8 +177,7 @@ class Workspace:
         if known or not isinstance(axis.group, dist.ProcessGroup):
             return
         self._tried.add(row.name)
-        told: list[str | None] = [None] * axis.size
-        dist.all_gather_object(told, missing(row.needs, load=True), group=axis.group)
+        told = gather_objects(missing(row.needs, load=True), axis, f"importing what {row.name} needs")
         why = next((f"rank {rank}: {each}" for rank, each in enumerate(told) if each is not None), None)
         if why is not None:
             self.fabric = replace(self.fabric, lacking={**self.fabric.lacking, row.name: why})

@@ -6,7 +6,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,45 @@ def lost(error: RuntimeError, axis: Axis, operation: str) -> RankLostError | Non
     if who is not None:
         return rank_lost(f"{begin}: rank {who[0]} is gone, its process {who[1]} has ended; {AGAIN}", operation, who[0])
     return rank_lost(f"{begin}: a rank did not answer ({text.splitlines()[0][:200]}); {AGAIN}", operation)
+
+
+@contextmanager
+def naming_lost(axis: Axis, operation: str) -> Iterator[None]:
+    """Turn errors of torch.distributed that mean that a rank of the axis is gone into :class:`RankLostError`.
+
+    For what is called between ranks apart from :mod:`fastlayers.comm.collectives`; ``operation``: as the error begins.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if (gone := lost(error, axis, operation)) is None:
+            raise
+        raise gone from error
+
+
+def gather_objects(mine: Any, axis: Axis, operation: str) -> list[Any]:
+    """Return what each rank of an axis brings, in their order; collective, by pickle.
+
+    Parameters
+    ----------
+    mine
+        This rank's, which can be pickled.
+    axis : Axis
+        With a process group.
+    operation : str
+        What it is for, as the error begins.
+
+    Raises
+    ------
+    RankLostError
+        A rank is gone.
+    """
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * axis.size
+    with naming_lost(axis, operation):
+        dist.all_gather_object(found, mine, group=axis.group)
+    return found
 
 
 def _ended_of(axis: Axis) -> tuple[int, int] | None:

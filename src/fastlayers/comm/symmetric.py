@@ -19,6 +19,7 @@ import torch
 
 from fastlayers import env
 from fastlayers.comm.parallel import Axis
+from fastlayers.comm.processes import gather_objects, naming_lost
 from fastlayers.errors import ArgumentError, CollectiveMismatch
 
 # Kernels store 16 bytes at a time, and peers' programs poll lines of their own.
@@ -176,7 +177,7 @@ class SymmArena(Arena):
     ) -> None:
         env.disable_multicast()
         self.phases = phases = phases if phases is not None else Phases()
-        self.group = axis.group
+        self.axis, self.group = axis, axis.group
         buffer, failed = None, None
         try:
             buffer = self._allocate(nbytes, device)
@@ -222,18 +223,15 @@ class SymmArena(Arena):
         return [self.handle.get_buffer(peer, (nbytes,), torch.uint8, shift) for peer in range(size)]
 
     def _gather(self, mine: Any) -> list[Any]:
-        import torch.distributed as dist
-
-        found: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(found, mine, group=self.group)
-        return found
+        return gather_objects(mine, self.axis, "making symmetric memory")
 
     def ready(self) -> None:
         import torch.distributed as dist
 
         torch.cuda.synchronize(self.device)
         self.phases.end("carved, filled")
-        dist.barrier(group=self.group)
+        with naming_lost(self.axis, "making symmetric memory"):
+            dist.barrier(group=self.group)
         torch.cuda.synchronize(self.device)
         self.phases.end("barrier")
 

@@ -81,10 +81,11 @@ def of_all_ranks(entries: Mapping[str, str], axis: Axis) -> dict[str, str]:
     """Return what could not be built on any rank of an axis, which all have to do without; collective."""
     import torch.distributed as dist
 
+    from fastlayers.comm.processes import gather_objects
+
     if axis.size == 1 or not isinstance(axis.group, dist.ProcessGroup):
         return dict(entries)
-    told: list[Any] = [None] * axis.size
-    dist.all_gather_object(told, dict(entries), group=axis.group)
+    told = gather_objects(dict(entries), axis, "telling what could not be built")
     return {entry: words for each in reversed(told) for entry, words in each.items()}
 
 
@@ -121,11 +122,12 @@ def meet(axis: Axis) -> None:
     """
     import torch.distributed as dist
 
+    from fastlayers.comm.processes import gather_objects
+
     if axis.size == 1 or not isinstance(axis.group, dist.ProcessGroup):
         return
     mine = {package: dict(built(package)) for package in kernel_cache.NEEDS_NVCC}
-    everyones: list[Any] = [None] * axis.size
-    dist.all_gather_object(everyones, mine, group=axis.group)
+    everyones = gather_objects(mine, axis, "telling what is built")
     for package, names in mine.items():
         common = set(names).intersection(*(each[package] for each in everyones))
         _met[record_path(package)] = {name: min(each[package][name] for each in everyones) for name in sorted(common)}

@@ -17,6 +17,7 @@ import torch
 
 from fastlayers import env
 from fastlayers.comm.parallel import Axis
+from fastlayers.comm.processes import gather_objects, naming_lost
 from fastlayers.comm.sum_norm.layer import SumNormConfig
 from fastlayers.comm.symmetric import all_well
 
@@ -70,9 +71,7 @@ class Fusion:
             failed = None if wanted < free else f"{wanted:,} bytes, of which {free:,} are free"
         except Exception as error:  # a package may raise anything; the other ranks have to know
             failed = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        told: list[str | None] = [None] * axis.size
-        dist.all_gather_object(told, failed, group=axis.group)
-        all_well("flashinfer's workspace", told)
+        all_well("flashinfer's workspace", gather_objects(failed, axis, "making flashinfer's workspace"))
         env.disable_multicast()
         with torch.cuda.device(device):
             self.made = self.comm.create_allreduce_fusion_workspace(
@@ -81,7 +80,8 @@ class Fusion:
             )  # fmt: skip
         self._end = weakref.finalize(self, _let_go, self.comm, self.made)
         torch.cuda.synchronize(device)
-        dist.barrier(group=axis.group)  # nobody pushes before all inboxes are empty
+        with naming_lost(axis, "making flashinfer's workspace"):
+            dist.barrier(group=axis.group)  # nobody pushes before all inboxes are empty
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, bias: float, y: torch.Tensor,

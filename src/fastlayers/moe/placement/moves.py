@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from fastlayers.comm.collectives import Collectives, GlooCollectives, TorchCollectives, collectives
 from fastlayers.comm.parallel import Axis
+from fastlayers.comm.processes import naming_lost
 from fastlayers.errors import ArgumentError
 from fastlayers.moe.fused_moe.layer import FusedMoE
 
@@ -123,8 +124,7 @@ def connect(axis: Axis, device: torch.device) -> None:
     for peer in others:
         for how in (dist.isend, dist.irecv):
             calls.append(dist.P2POp(how, torch.zeros(1, dtype=torch.uint8, device=device), peer, axis.group))
-    for work in dist.batch_isend_irecv(calls):
-        work.wait()
+    _wait(calls, axis, "connecting ranks between which experts move")
 
 
 def _exchange(held: list[torch.Tensor], spare: dict[int, list[torch.Tensor]], sent: list[Transfer], axis: Axis) -> int:
@@ -140,6 +140,11 @@ def _exchange(held: list[torch.Tensor], spare: dict[int, list[torch.Tensor]], se
         peer = dist.get_global_rank(axis.group, source if axis.rank == target else target)
         # As bytes: not every backend sends every number format.
         calls += [dist.P2POp(how, part.view(torch.uint8), peer, axis.group) for part in parts]
-    for work in dist.batch_isend_irecv(calls) if calls else ():
-        work.wait()
+    _wait(calls, axis, "moving experts")
     return received
+
+
+def _wait(calls: list[dist.P2POp], axis: Axis, operation: str) -> None:
+    with naming_lost(axis, operation):
+        for work in dist.batch_isend_irecv(calls) if calls else ():
+            work.wait()
