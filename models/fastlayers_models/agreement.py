@@ -40,8 +40,10 @@ def meet(context: Any) -> None:
         return
     facts: dict[str, Any] = {"fastlayers": f"{fl.__version__} ({source_hash()})", "torch": torch.__version__}
     facts |= {"device": as_device(context.device).name, "dtype": context.dtype, "kv_dtype": context.kv_dtype}
-    facts |= {"page_size": context.page_size, "groups": (context.parallel.attn_dp.size, context.parallel.ep.size)}
-    facts |= {"eplb": context.parallel.eplb, "expert_exchange": context.parallel.expert_exchange}
+    parallel = context.parallel
+    split = {"tp": parallel.attn_tp, "dp": parallel.attn_dp, "ep": parallel.ep}  # as of fastlayers.Ranks
+    facts |= {"page_size": context.page_size, "split": ", ".join(f"{name}={axis.size}" for name, axis in split.items())}
+    facts |= {"eplb": parallel.eplb, "expert_exchange": parallel.expert_exchange}
     facts |= {"ladders between ranks": ladders.digest()}
     named = {layer: name for layer, name in sorted(env.backend_overrides().items()) if layer in COLLECTIVES}
     # Who checks each call waits for what the others say of theirs.

@@ -69,6 +69,23 @@ def another_dtype(rank: Rank) -> str:
     return "nothing"
 
 
+def another_split(rank: Rank) -> list[str]:
+    whole, by_expert, by_requests = rank.spec(), rank.spec(ep=2), rank.spec(attn_dp=2)
+    said = []
+    for other in (by_expert, by_requests):
+        try:
+            LlamaForCausalLM(LlamaConfig.from_hf(CONFIG), parallel=(whole, other)[rank.rank], dtype=torch.float32)
+        except CollectiveMismatch as error:
+            said.append(str(error))
+    return said
+
+
+def test_splits_that_differ_are_named_as_they_were_given() -> None:
+    begin, end = "ranks differ in split: rank 0 has tp=2, dp=1, ep=1; rank 1 has", "; accepted: the same on all ranks"
+    for said in world(2).run(another_split):
+        assert said == [f"{begin} tp=2, dp=1, ep=2{end}", f"{begin} tp=1, dp=2, ep=1{end}"]
+
+
 def test_models_that_differ() -> None:
     for message in world(2).run(another_model):
         assert message.startswith("ranks differ in config.rms_norm_eps: rank 0 has 1e-06; rank 1 has 2e-06")
