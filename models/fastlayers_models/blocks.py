@@ -33,7 +33,7 @@ from fastlayers.weights_epoch import WeightsEpoch, epoch_of
 from fastlayers_models.agreement import same_choices
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.context import ModelContext
-from fastlayers_models.experts import ExpertBalancer, experts_held
+from fastlayers_models.experts import ExpertBalancer, check_experts_are_there, experts_held
 from fastlayers_models.loading import load_model
 from fastlayers_models.overlap import Planned, run_layers
 
@@ -96,6 +96,7 @@ class DecoderLayer(nn.Module):
         self.self_attn = self_attn
         setattr(self, self.MLP, mlp)
         self.input_layernorm, self.post_attention_layernorm = context.norm(), context.norm()
+        self.mlp_kind = mlp_kind
         self.exchanges = mlp_kind == "moe" and context.token_moves is not None
         self.communicator = LayerCommunicator(
             context.parallel,
@@ -227,6 +228,7 @@ class CausalLM(nn.Module):
         self.spread_rows = self.seam.spread_rows if self.seam is not None else range(0)
         same_choices(self)
         self.balancer = ExpertBalancer.make(self)
+        check_experts_are_there(self)
         self._checked: tuple[weakref.ref[LayerCache], weakref.ref[Any]] | None = None
         # Weights whose gradients end at a cache, listed when the epoch had this value.
         self._before_caches: tuple[WeightsEpoch, int, list[tuple[Any, torch.Tensor]]] | None = None

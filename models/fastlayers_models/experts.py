@@ -68,6 +68,14 @@ def experts_held(parallel: fl.ParallelSpec, num_experts: int) -> set[int]:
     return set(placement.logical[placement.own_slots])
 
 
+def check_experts_are_there(model: Any) -> None:
+    """Raise :class:`ArgumentError` for a model whose ranks deal out experts, and that has none."""
+    ep = model.parallel.ep.size
+    if ep > 1 and all(getattr(layer, "mlp_kind", "moe") == "dense" for layer in model.decoder.layers):
+        accepted = "1: no layer of this model has experts, and its MLPs are split by tp * dp anyway"
+        raise ArgumentError(type(model).__name__, "parallel.ep", ep, accepted)
+
+
 def quant_of_experts(quant: QuantSpec, name: str, count: int) -> QuantSpec:
     """Return the number format of all experts ``name.E.gate_proj``, …: one for all, as their weights are one tensor.
 

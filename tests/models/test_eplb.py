@@ -132,6 +132,16 @@ def test_what_cannot_move_is_named(folders: dict[str, Path], tmp_path: Path) -> 
         assert "QwenForCausalLM: parallel.eplb" in text and "it has no experts" in text
 
 
+def test_ranks_deal_out_experts_of_models_that_have_some(folders: dict[str, Path], tmp_path: Path) -> None:
+    dense = save_random(Variation("qwen3", "Qwen3Config", changes={"head_dim": 16}).hf_config(), tmp_path)
+    load(dense, parallel=fl.ParallelSpec.grid(2, 0, attn_dp=2))
+    load(folders["qwen3_moe"], parallel=fl.ParallelSpec.grid(2, 0, ep=2))
+    accepted = r"parallel\.ep is 2; accepted: 1: no layer of this model has experts, and its MLPs are split by tp \* dp"
+    for options in ({}, {"attn_dp": 2}):
+        with pytest.raises(ArgumentError, match=f"QwenForCausalLM: {accepted}"):
+            load(dense, parallel=fl.ParallelSpec.grid(2, 0, ep=2, **options))
+
+
 def met_at(rank: Rank, folder: str, interval: int) -> list[tuple[str, int]]:
     """Return what this rank sent and received while a model was made: the call, and its bytes."""
     met: list[tuple[str, int]] = []

@@ -128,8 +128,12 @@ def test_what_cannot_be_placed_is_named() -> None:
         config.slots(8, 2)
     with pytest.raises(ArgumentError, match="at most 8: 2 ranks hold each of 8 experts once"):
         fl.EplbConfig(num_redundant_experts=10).slots(8, 2)
-    with pytest.raises(ArgumentError, match="num_nodes"):
-        fl.EplbConfig(num_nodes=3).slots(8, 2)
+    with pytest.raises(ArgumentError, match="num_redundant_experts is 4; accepted: 0 with ep = 1, where nothing"):
+        fl.EplbConfig(num_redundant_experts=4).slots(8, 1)
+    assert fl.EplbConfig().slots(8, 1) == 8
+    for ranks in (1, 2):
+        with pytest.raises(ArgumentError, match=f"num_nodes is 3; accepted: a divisor of ep = {ranks}, the ranks"):
+            fl.EplbConfig(num_nodes=3).slots(8, ranks)
     with pytest.raises(ArgumentError, match="num_groups"):
         fl.EplbConfig(num_groups=3).slots(8, 2)
     with pytest.raises(ArgumentError, match="each of 3 experts, equally many on each rank"):

@@ -69,6 +69,9 @@ class EplbConfig:
     def slots(self, num_experts: int, ranks: int) -> int:
         """Return the number of slots of all ranks, or raise :class:`ArgumentError` if there is no such placement."""
         slots = num_experts + self.num_redundant_experts
+        if ranks == 1 and self.num_redundant_experts:
+            accepted = "0 with ep = 1, where nothing deals out whole experts: further slots need ep > 1"
+            raise ArgumentError(_NAME, "num_redundant_experts", self.num_redundant_experts, accepted)
         if slots % ranks:
             fits = [n for n in range(ranks) if (num_experts + n) % ranks == 0]
             accepted = f"{fits[0]} and a multiple of {ranks}, as {ranks} ranks hold equally many slots"
@@ -77,7 +80,8 @@ class EplbConfig:
             accepted = f"at most {(ranks - 1) * num_experts}: {ranks} ranks hold each of {num_experts} experts once"
             raise ArgumentError(_NAME, "num_redundant_experts", self.num_redundant_experts, accepted)
         if ranks % self.num_nodes:
-            raise ArgumentError(_NAME, "num_nodes", self.num_nodes, f"a divisor of {ranks} ranks")
+            accepted = f"a divisor of ep = {ranks}, the ranks among which whole experts are dealt out"
+            raise ArgumentError(_NAME, "num_nodes", self.num_nodes, accepted)
         if num_experts % self.num_groups:
             raise ArgumentError(_NAME, "num_groups", self.num_groups, f"a divisor of {num_experts} experts")
         return slots
