@@ -84,6 +84,35 @@ def test_a_rank_that_ends_before_the_model(tmp_path: Path) -> None:
     assert found.stdout.rstrip().endswith("; accepted: all 2 processes make the model")
 
 
+# All on one core, where threads of Gloo's run when nothing else does: so they hold what a call sent until the end.
+ENDS_AT_ONCE = """
+import os
+from pathlib import Path
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+import torch
+import fastlayers as fl
+from fastlayers.comm.collectives import collectives
+spec, _ = fl.Ranks(tp=2).join("cpu")
+over = collectives(spec.tp)
+over.all_reduce_(torch.ones(4))
+threads = [task for task in Path("/proc/self/task").iterdir() if "gloo" in (task / "comm").read_text()]
+for thread in threads:
+    os.sched_setscheduler(int(thread.name), os.SCHED_IDLE, os.sched_param(0))
+for _ in range(20):
+    over.all_reduce_(torch.ones(4))
+print(len(threads) > 1, flush=True)
+"""
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(6, marks=pytest.mark.slow)])
+def test_a_program_that_ends_behind_a_call_is_not_aborted(tmp_path: Path, times: int) -> None:
+    """Without ``Ranks.leave()``; see ``_let_go``, without which both ranks of nearly each run are."""
+    for _ in range(times):
+        found = torchrun(tmp_path / "program.py", ENDS_AT_ONCE)
+        assert found.returncode == 0, found.stderr
+        assert found.stdout.split() == ["True", "True"]
+
+
 # That --tp arrives, and what ranks then compute, other tests say, too; that --dp does, this one alone.
 @pytest.mark.parametrize("split", [pytest.param(["--tp", "2"], marks=pytest.mark.slow), ["--dp", "2"]], ids=" ".join)
 def test_command_line_over_two_processes(split: list[str]) -> None:

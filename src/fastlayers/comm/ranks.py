@@ -8,9 +8,12 @@ Started by ``torchrun --nproc-per-node N``, which tells every process its rank; 
 
 from __future__ import annotations
 
+import atexit
 import re
+import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastlayers import env
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 
 # A rank that is gone is noticed after so long at the latest.
 TIMEOUT = timedelta(minutes=10)
+# Who ends waits so long for threads of torch.distributed that have something to do.
+_LONGEST_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -130,6 +135,9 @@ class Ranks:
                     dist.init_process_group("gloo", timeout=TIMEOUT)
             except dist.DistStoreError as error:
                 raise _missing(error, rank, world) from error
+        if place.type == "cpu":
+            atexit.unregister(_let_go)  # once, however often ranks meet
+            atexit.register(_let_go)
         mesh = dist.device_mesh.init_device_mesh(place.type, (world,))
         spec = ParallelSpec.from_mesh(mesh, attn_dp=self.dp, ep=self.ep)
         return replace(spec, eplb=self.eplb, expert_exchange=self.expert_exchange), place
@@ -141,6 +149,28 @@ class Ranks:
 
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _let_go() -> None:
+    """Wait until Gloo's threads have let go of what the last call sent.
+
+    A thread may still hold it for a moment when the call has returned. Where that is the last reference, it asks for
+    Python's lock to free the tensor, and where Python ends meanwhile that aborts the process. Threads that wait for
+    another rank are left alone. Destroying the group would not do: whoever has its axes keeps it alive.
+    """
+    until, calm = time.monotonic() + _LONGEST_S, 0
+    while calm < 2 and time.monotonic() < until:
+        time.sleep(0.001)  # the lock is free meanwhile
+        calm = 0 if any(map(_runs, Path("/proc/self/task").glob("*"))) else calm + 1
+
+
+def _runs(thread: Path) -> bool:
+    """Return whether this is a thread of Gloo's that has something to do."""
+    try:
+        name, _, rest = (thread / "stat").read_text().rpartition(")")
+    except OSError:  # it has ended
+        return False
+    return "gloo" in name and rest.split()[0] != "S"
 
 
 def _missing(error: Exception, rank: int, world: int) -> RankLostError:
