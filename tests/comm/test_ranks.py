@@ -106,7 +106,7 @@ print(len(threads) > 1, flush=True)
 
 @pytest.mark.parametrize("times", [1, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_program_that_ends_behind_a_call_is_not_aborted(tmp_path: Path, times: int) -> None:
-    """Without ``Ranks.leave()``; see ``_let_go``, without which both ranks of nearly each run are."""
+    """Without ``Ranks.leave()``; see ``_let_go``, without which a rank of each run is."""
     for _ in range(times):
         found = torchrun(tmp_path / "program.py", ENDS_AT_ONCE)
         assert found.returncode == 0, found.stderr

@@ -76,8 +76,40 @@ def test_every_small_plan() -> None:
     assert seen > 1000
 
 
-def check_plan(loads: list[int], ranks: int, config: fl.EplbConfig) -> None:
-    """Look at what holds of every plan, whatever it was made for."""
+def test_every_small_plan_of_groups_and_nodes() -> None:
+    """All that one to three nodes can hold of up to four experts, in every number of groups and of further slots."""
+    seen, moved, refused = 0, 0, 0
+    for nodes, per_node, size, count in itertools.product((1, 2, 3), (1, 2), range(1, 5), range(1, 7)):
+        ranks = nodes * per_node
+        if not count <= ranks * size <= min(8, count * ranks):
+            continue
+        for groups in (each for each in range(1, count + 1) if count % each == 0):
+            config = fl.EplbConfig(ranks * size - count, min_gain=0.0, num_groups=groups, num_nodes=nodes)
+            if size > count // nodes and groups % nodes == 0 and nodes > 1:  # a rank would hold an expert twice
+                with pytest.raises(
+                    ArgumentError, match=f"on the {per_node} ranks of one of {nodes} nodes, on each once"
+                ):
+                    plan_placement([1] * count, first_placement(count, ranks * size), ranks, config)
+                refused += 1
+                continue
+            for loads in itertools.product((0, 1, 50) if count < 5 else (0, 50), repeat=count):
+                plan = check_plan(list(loads), ranks, config)
+                homes = [{e // (count // groups) for e in held} for held in _parts(plan, nodes)]
+                if groups % nodes == 0 and plan != first_placement(count, len(plan)):
+                    assert sorted(group for home in homes for group in home) == list(range(groups)), (loads, plan)
+                    assert {len(home) for home in homes} == {groups // nodes}, (loads, plan)
+                    moved += nodes > 1
+                seen += 1
+    assert seen > 2000 and moved > 100 and refused > 5
+
+
+def _parts(plan: list[int], count: int) -> list[list[int]]:
+    size = len(plan) // count
+    return [plan[part * size : (part + 1) * size] for part in range(count)]
+
+
+def check_plan(loads: list[int], ranks: int, config: fl.EplbConfig) -> list[int]:
+    """Look at what holds of every plan, whatever it was made for, and return it."""
     slots = config.slots(len(loads), ranks)
     first = first_placement(len(loads), slots)
     plan = plan_placement(loads, first, ranks, config)
@@ -87,6 +119,9 @@ def check_plan(loads: list[int], ranks: int, config: fl.EplbConfig) -> None:
     assert plan_placement(loads, first, ranks, config) == plan
     assert plan_placement(loads, plan, ranks, config) == plan  # nothing changed, nothing moves
     assert plan_placement([3 * load for load in loads], plan, ranks, config) == plan
+    # No rank has an expert twice that has work, so each of its slots is of use.
+    assert plan == first or all(held.count(e) == 1 for held in _parts(plan, ranks) for e in held if loads[e])
+    return plan
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -185,6 +220,25 @@ def placement_of(backend: str) -> ExpertPlacement:
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_slots_follow_positions_and_count_pairs(backend: str) -> None:
     check_slots(placement_of(backend))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_positions_reach_every_slot_of_an_expert_and_no_other(backend: str) -> None:
+    """In all placements of three experts in up to five slots of one to five ranks."""
+    ids, seen = torch.tensor([[0, 1, 2]], dtype=torch.int32).expand(12, 3).contiguous(), 0
+    for slots, ranks in ((3, 1), (4, 2), (4, 4), (5, 5)):
+        config = fl.EplbConfig(num_redundant_experts=slots - 3)
+        placement = ExpertPlacement(3, Axis(ranks, 0), config, backend=backend)
+        for logical in itertools.product(range(3), repeat=slots):
+            if set(logical) != {0, 1, 2} or max(Counter(logical).values()) > ranks:
+                continue
+            placement.place(list(logical))
+            found = placement(ids, torch.arange(100, 112))
+            for expert in range(3):
+                held = [slot for slot, each in enumerate(logical) if each == expert]
+                assert Counter(found[:, expert].tolist()) == dict.fromkeys(held, 12 // len(held)), logical
+            seen += 1
+    assert seen > 100
 
 
 def by_row(right: Any) -> Any:

@@ -84,7 +84,21 @@ class EplbConfig:
             raise ArgumentError(_NAME, "num_nodes", self.num_nodes, accepted)
         if num_experts % self.num_groups:
             raise ArgumentError(_NAME, "num_groups", self.num_groups, f"a divisor of {num_experts} experts")
+        self._check_node(slots, num_experts, ranks)
         return slots
+
+    @property
+    def nodes(self) -> int:
+        """Hosts on one of which all slots of an expert lie; 1: they lie anywhere."""
+        return self.num_nodes if self.num_groups % self.num_nodes == 0 else 1
+
+    def _check_node(self, slots: int, num_experts: int, ranks: int) -> None:
+        """Raise :class:`ArgumentError` for more slots than the ranks of a node have use for."""
+        each = ranks // self.nodes
+        if slots > each * num_experts:
+            accepted = f"at most {(each - 1) * num_experts}: an expert's slots lie on the {each} ranks of one of "
+            accepted += f"{self.nodes} nodes, on each once"
+            raise ArgumentError(_NAME, "num_redundant_experts", slots - num_experts, accepted)
 
 
 def first_placement(num_experts: int, slots: int) -> list[int]:
@@ -128,7 +142,8 @@ def plan_placement(loads: Sequence[int], placement: Sequence[int], ranks: int, c
     if len(given) % ranks or set(given) != set(range(count)) or min(loads) < 0:
         said = f"{len(given)} slots of {ranks} ranks, {len(set(given))} experts with loads"
         raise ArgumentError("plan_placement", "placement", said, f"each of {count} experts, equally many on each rank")
-    nodes = config.num_nodes if config.num_groups % config.num_nodes == 0 else 1
+    config._check_node(len(given), count, ranks)
+    nodes = config.nodes
     size, per_node = len(given) // ranks, ranks // nodes
     planned: list[list[int]] = []
     for members in _experts_of_nodes(loads, config.num_groups, nodes):
