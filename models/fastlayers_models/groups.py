@@ -27,7 +27,7 @@ from fastlayers.comm.padding import StepTokens
 from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.comm.processes import gather_objects
 from fastlayers.comm.trail import TRAIL
-from fastlayers.errors import ArgumentError
+from fastlayers.errors import ArgumentError, RankLostError
 from fastlayers.runtime.graphs import bucket_of
 from fastlayers.sampler.layer import MODES
 from fastlayers_models.between_ranks import RankStep, SplitStep
@@ -127,7 +127,12 @@ class GroupStep(RankStep):
         axis = self.model.parallel.attn_dp
         value, told = TRAIL.take(axis)
         if self._board is not None:
-            found = [_INTENT.unpack(each) for each in self._board.exchange(_INTENT.pack(*intent, value))]
+            try:
+                found = [_INTENT.unpack(each) for each in self._board.exchange(_INTENT.pack(*intent, value))]
+            except RankLostError as error:
+                if self._outbox.watch is not None:  # the step that runs may need that rank, too
+                    self._outbox.watch.give_up(str(error))
+                raise
         else:
             mine = torch.tensor([[*intent, value]], dtype=torch.int64, device=self.model.device)
             found = self._groups.all_gather(mine).tolist()

@@ -19,7 +19,8 @@ import torch
 from fastlayers.attention.buckets import ExtendBucket
 from fastlayers.attention.step_buffers import Mirrored
 from fastlayers.comm.processes import rank_lost
-from fastlayers.errors import ArgumentError
+from fastlayers.comm.watch import Watch
+from fastlayers.errors import ArgumentError, RankLostError
 from fastlayers.integers import cdiv
 from fastlayers.sampler.layer import RowParams, SamplingParams
 
@@ -277,40 +278,52 @@ class Pending:
             before, self.before = self.before, _nothing
             try:
                 before()
+                self._slot.wait()
             except Exception as error:  # nothing of this step is right, whoever asks
                 self.before = partial(_again, error)
+                if isinstance(error, RankLostError):
+                    self._slot.give_up(error)
                 raise
-            if self._slot.arrived is not None:
-                self._slot.arrived.synchronize()
-            if self._slot.status is not None and (code := int(self._slot.status)):
-                lost = f"rank {code - 1} did not answer within the deadline of a sum over ranks"
-                raise rank_lost(
-                    f"Pending.tokens: {lost}; nothing of this step is right: make the model again, on all",
-                    "a sum over ranks",
-                    code - 1,
-                )
             all_tokens: list[int] = self._slot.buffer[: self._size].tolist()
             self._found = all_tokens if self._kept is None else [all_tokens[index] for index in self._kept]
         return self._found
 
 
 class _Slot:
-    def __init__(self, size: int, cuda: bool, watched: bool) -> None:
+    def __init__(self, size: int, cuda: bool, watched: bool, watch: Watch | None) -> None:
         self.status = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=cuda) if watched else None
         self.buffer = torch.zeros(size, dtype=torch.int64, device="cpu", pin_memory=cuda)
         self.arrived: Any = torch.cuda.Event() if cuda else None
         self.owner: Pending | None = None
+        self.watch = watch
+
+    def wait(self) -> None:
+        """Wait for the tokens; raise :class:`RankLostError` where another rank was waited for in vain."""
+        if self.arrived is not None:
+            self.arrived.synchronize() if self.watch is None else self.watch.wait(self.arrived)
+        if self.status is not None and (code := int(self.status)):
+            lost = f"rank {code - 1} did not answer within the deadline of a sum over ranks"
+            again = "nothing of this step is right: make the model again, on all"
+            raise rank_lost(f"Pending.tokens: {lost}; {again}", "a sum over ranks", code - 1)
+
+    def give_up(self, error: Exception) -> None:
+        """End what the device still does with other ranks, behind this step: nobody would ever end it."""
+        if self.watch is not None:
+            self.watch.give_up(str(error))
 
 
 class Outbox:
     """Pinned buffers, used in turn.
 
     ``status``: of the arena that the step's sums over ranks use (int32 ``[1]``); it travels with the tokens.
+    ``watch``: of the ranks that the step needs.
     """
 
-    def __init__(self, max_batch: int, device: torch.device, status: torch.Tensor | None = None) -> None:
-        self._status = status
-        self._slots = [_Slot(max_batch, device.type == "cuda", status is not None) for _ in range(IN_FLIGHT)]
+    def __init__(
+        self, max_batch: int, device: torch.device, status: torch.Tensor | None = None, watch: Watch | None = None
+    ) -> None:
+        self._status, self.watch, cuda = status, watch, device.type == "cuda"
+        self._slots = [_Slot(max_batch, cuda, status is not None, watch) for _ in range(IN_FLIGHT)]
         self._next = 0
 
     def send(self, tokens: torch.Tensor, kept: Sequence[int] | None = None) -> Pending:

@@ -27,6 +27,7 @@ from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionSt
 from fastlayers.comm.collectives import by_nccl, collectives
 from fastlayers.comm.parallel import AXES, SINGLE
 from fastlayers.comm.trail import TRAIL
+from fastlayers.comm.watch import Watch
 from fastlayers.errors import ArgumentError, CaptureError
 from fastlayers.runtime.captured_steps import CapturedSteps
 from fastlayers.runtime.gc_pause import gc_pause
@@ -172,7 +173,9 @@ class ModelStep(CapturedSteps):
         self.inputs = ExtendInputs(state.max_tokens, self.max_batch, model.device)
         self.count = torch.zeros(1, dtype=torch.int32, device=model.device)
         across = next(filter(None, (getattr(model, name, None) for name in ("seam", "moves", "token_moves"))), None)
-        self._outbox = Outbox(self.max_batch, model.device, across.status if across is not None else None)
+        late = across.status if across is not None else None
+        watch = Watch.of(model.parallel, model.device, late) if hasattr(model, "parallel") else None
+        self._outbox = Outbox(self.max_batch, model.device, late, watch)
         self.weights = WeightsWatch(model)
         self._images = getattr(model, "tower", None) is not None
         balancer = getattr(model, "balancer", None)  # where experts move between steps

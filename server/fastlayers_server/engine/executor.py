@@ -13,6 +13,7 @@ import torch
 import fastlayers as fl
 from fastlayers.attention.buckets import TOKENS, ExtendBuckets
 from fastlayers.attention.meta import AttentionState
+from fastlayers.comm.watch import Watch
 from fastlayers.runtime.compile_log import CompileWatch
 from fastlayers.runtime.graphs import CudaGraphs
 from fastlayers.sampler.layer import Sampler, SamplingParams
@@ -180,8 +181,9 @@ class TorchExecutor:
         # Two ticks are in flight at most, and each of these has room for four.
         across = next(filter(None, (getattr(model, name, None) for name in ("seam", "moves", "token_moves"))), None)
         late = across.status if across is not None else None
-        self._rows_out, self._chunks_out = Outbox(running, device, late), Outbox(running, device, late)
-        self._verify_out = Outbox(max(1, self.verify_tokens), device, late)
+        watch = Watch.of(model.parallel, device, late) if hasattr(model, "parallel") else None
+        self._rows_out, self._chunks_out = (Outbox(running, device, late, watch) for _ in range(2))
+        self._verify_out = Outbox(max(1, self.verify_tokens), device, late, watch)
         self._profiler: Any = None
         self.watch: CompileWatch | None = None
         self.start: list[tuple[str, float]] = []  # what the start spent its seconds on, for :meth:`explain`

@@ -1,0 +1,153 @@
+"""A wait for work that another rank can keep from ending: it ends, in words, when that rank is lost.
+
+    replay that holds collectives of NCCL ─► event ◄─ the host, in Watch.wait
+    a thread meanwhile: has a rank's process ended? has a sum given up? is the deadline over?
+                        ─► says who is lost, then aborts the communicators: their kernels end, the event comes, and
+                           the host raises
+
+torch.distributed watches what it launches itself, for ten minutes; what is in a captured step it does not see, and a
+kernel of NCCL waits for ever. An abort returns when the graphs that hold its communicator are freed; so it has a thread
+of its own, and nobody waits for that.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fastlayers.comm.parallel import AXES, Axis, ParallelSpec
+from fastlayers.comm.processes import AGAIN, ended, rank_lost
+from fastlayers.comm.ranks import TIMEOUT
+
+GRACE = 5.0  # seconds that work may take whose rank has ended: it may have brought all that it had to
+_LOOK = 0.25  # seconds between two looks
+
+
+class Watch:
+    """Waits of one process for events that need the ranks of an axis.
+
+    Parameters
+    ----------
+    axis : Axis
+        The ranks that are waited for, with their processes.
+    aborts : sequence of callable
+        Each ends one communicator's kernels, and may itself never return.
+    status : callable, optional
+        Returns the status word of the axis's arena (:class:`~fastlayers.comm.symmetric.Arena`) while the device is
+        busy; ``None``: not known now.
+    deadline_s : float
+        How long a rank that lives is waited for.
+    grace_s : float
+        How long work may take of which a rank is known to be lost.
+    """
+
+    def __init__(
+        self, axis: Axis, aborts: Sequence[Callable[[], Any]], status: Callable[[], int | None] | None = None,
+        *, deadline_s: float = TIMEOUT.total_seconds(), grace_s: float = GRACE,
+    ) -> None:  # fmt: skip
+        self.axis, self.aborts, self._status = axis, tuple(aborts), status
+        self.deadline_s, self.grace_s = deadline_s, grace_s
+        self.lost: str | None = None
+        self._since: float | None = None  # when the host began to wait
+        self._suspect: tuple[float, float] | None = None  # that wait, and when a rank was first seen to be lost
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    @staticmethod
+    def of(parallel: ParallelSpec, device: torch.device, status: torch.Tensor | None = None) -> Watch | None:
+        """Return the watch of a split model's steps, or ``None`` where no collective of theirs is captured.
+
+        ``status``: of the arena, on the device.
+        """
+        from fastlayers.comm.collectives import by_nccl
+
+        groups = {id(group): group for name in AXES if by_nccl(group := getattr(parallel, name).group)}
+        if device.type != "cuda" or not groups:
+            return None
+        aborts = [group.abort for group in groups.values()]
+        return Watch(parallel.tp, aborts, StatusReader(status) if status is not None else None)
+
+    def wait(self, event: Any) -> None:
+        """Wait for an event, as ``event.synchronize()`` does.
+
+        Raises
+        ------
+        RankLostError
+            Another rank is lost; on every further call, too.
+        """
+        if self.lost is None:
+            if self._thread is None:
+                self._thread = threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True)
+                self._thread.start()
+            self._since = time.monotonic()
+            try:
+                event.synchronize()
+            except RuntimeError:
+                if self.lost is None:
+                    raise
+            finally:
+                self._since = None
+        if self.lost is not None:
+            raise rank_lost(f"Watch: {self.lost}; {AGAIN}", "a captured collective")
+
+    def give_up(self, why: str) -> None:
+        """End what the device does with other ranks; ``why``: what every further wait raises. The first one counts."""
+        with self._lock:
+            if self.lost is not None:
+                return
+            self.lost = why
+        for abort in self.aborts:
+            threading.Thread(target=abort, daemon=True).start()
+
+    def look(self) -> None:
+        """Give up where the host waits for a rank that is lost; what the thread does again and again."""
+        since, now = self._since, time.monotonic()
+        if since is None or self.lost is not None:
+            return
+        if now - since > self.deadline_s:
+            self.give_up(f"a rank of {self.axis.ranks} did not answer for {self.deadline_s:g} s")
+        elif (why := self._who()) is not None:
+            if self._suspect is None or self._suspect[0] != since:
+                self._suspect = since, now
+            elif now - self._suspect[1] > self.grace_s:
+                self.give_up(why)
+
+    def _who(self) -> str | None:
+        """Return which rank is lost, in words."""
+        for rank, process in zip(self.axis.ranks, self.axis.processes, strict=False):
+            if ended(process):
+                return f"rank {rank} is gone, its process {process[1]} has ended"
+        if self._status is not None and (code := self._status()):
+            return f"rank {code - 1} did not answer within the deadline of a sum over ranks"
+        return None
+
+
+def _watch(watch: weakref.ref[Watch]) -> None:
+    while (found := watch()) is not None and found.lost is None:
+        found.look()
+        del found
+        time.sleep(_LOOK)
+
+
+class StatusReader:
+    """Reads a word of the device while that is busy: on a stream of its own, into memory that is there already."""
+
+    def __init__(self, status: torch.Tensor) -> None:
+        self.status, self.stream = status, torch.cuda.Stream(status.device)
+        self.word = torch.zeros(1, dtype=status.dtype, device="cpu", pin_memory=True)
+        self.done: Any = None
+
+    def __call__(self) -> int | None:
+        """Return what the last copy brought, and begin the next."""
+        if self.done is not None and not self.done.query():
+            return None
+        found = int(self.word)
+        with torch.cuda.stream(self.stream), torch.inference_mode():
+            self.word.copy_(self.status[:1], non_blocking=True)
+            self.done = self.stream.record_event()
+        return found

@@ -1,0 +1,148 @@
+"""Captured steps on two GPUs whose other rank dies or stays out: they end, in words, and so does what is behind them.
+
+Kernels of NCCL have no deadline. What a CPU can show of the watch that ends them: ``test_watch.py``; of a generator
+whose ranks die: ``test_lost_ranks.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastlayers.comm.collectives import collectives
+from fastlayers.comm.watch import Watch
+from fastlayers.errors import RankLostError
+from fastlayers.runtime.graphs import CudaGraphs
+from fastlayers.testing.world import Rank, world
+from fastlayers_models.auto import AutoModel
+from fastlayers_models.generate import Generator
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+from family_tools import save_random, tiny_config
+from test_lost_ranks import die, said_by
+
+pytestmark = [
+    pytest.mark.multigpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+GRACE, DEADLINE, SUMS = 1.0, 4.0, 3.0  # seconds: of an ended process, of one that lives, of a sum
+PROMPTS, NEW = [[5, 6, 7, 8, 9, 10, 11], [12, 13]], 24
+
+
+def tell(folder: str, **found: Any) -> None:
+    """Write what was found, and end: NCCL would wait for the other rank."""
+    Path(folder, "part").write_text(json.dumps(found))
+    Path(folder, "part").rename(Path(folder, "seen"))
+    die()
+
+
+def stay_out(folder: str) -> None:
+    """Live without a call until the other rank has told what it found."""
+    until = time.monotonic() + 60.0
+    while not Path(folder, "seen").exists() and time.monotonic() < until:
+        time.sleep(0.1)
+
+
+@torch.inference_mode()
+def replayed(rank: Rank, folder: str, fault: str) -> None:
+    """Tell how a replay of two collectives of NCCL ends for the first rank, and whether its graphs can be freed."""
+    over, graphs, event = collectives(rank.spec().tp), CudaGraphs(rank.device), torch.cuda.Event()
+    watch = Watch.of(rank.spec(), rank.device)
+    assert watch is not None
+    watch.grace_s, watch.deadline_s = GRACE, DEADLINE if fault == "silent" else 60.0
+    x = torch.ones(8, 64, device=rank.device)
+
+    def step() -> torch.Tensor:
+        return over.all_gather(over.all_reduce_(x.clone()))
+
+    graphs.capture("step", step)
+    for _ in range(3):
+        y = graphs.replay("step")
+        event.record()
+        watch.wait(event)
+    good = bool((y == 2.0).all()) and y.shape == (16, 64)
+    torch.distributed.barrier()
+    if rank.rank == 1:
+        if fault == "silent":
+            stay_out(folder)
+        die()
+    graphs.replay("step")
+    event.record()
+    said, seconds = said_by(lambda: watch.wait(event))
+    begin = time.monotonic()
+    for _ in range(2):  # what is launched behind it ends as well
+        graphs.replay("step")
+    torch.cuda.synchronize()
+    graphs.clear()
+    tell(folder, good=good, said=said, seconds=seconds, more=time.monotonic() - begin)
+
+
+@pytest.mark.parametrize("fault", ["killed", "silent"])
+def test_a_replay_of_nccl_without_its_other_rank_ends(fault: str, tmp_path: Path) -> None:
+    world(2, "nccl").run(replayed, str(tmp_path), fault, dying=[0, 1], timeout=90.0)
+    seen = json.loads((tmp_path / "seen").read_text())
+    assert seen["good"] and seen["more"] < 10.0
+    if fault == "killed":
+        assert seen["said"].startswith("Watch: rank 1 is gone, its process") and seen["seconds"] < GRACE + 10.0
+    else:
+        assert seen["said"].startswith("Watch: a rank of (0, 1) did not answer for 4 s")
+        assert DEADLINE <= seen["seconds"] < DEADLINE + 10.0
+
+
+@torch.inference_mode()
+def generated(rank: Rank, model: str, folder: str, fault: str, board: bool) -> None:
+    """Tell what a stream of captured steps raises of which the other rank dies or stays out, and how long that took."""
+    made = AutoModel.from_pretrained(
+        model, dtype=torch.bfloat16, page_size=16, device=rank.device, parallel=rank.spec()
+    )
+    assert made.seam is not None and made.seam.workspace is not None and made.seam.workspace.arena is not None
+    made.seam.workspace.arena.deadline_ns = int(SUMS * 1e9)
+    generator = Generator(made, max_batch=2, max_length=64, prefill_tokens=16, cuda_graph=True)
+    step: Any = generator.step
+    step._outbox.watch.grace_s = GRACE
+    wanted = generator.generate(PROMPTS, max_new_tokens=NEW, eos_ids=())  # compiled, captured
+    if not board:
+        step._board = None  # as between hosts: nobody is told but by what does not come
+    torch.distributed.barrier()
+    right, calls = step.graphs.replay, 0
+
+    def away(key: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == NEW // 2:
+            if fault == "silent":
+                stay_out(folder)
+            die()
+        return right(key)
+
+    if rank.rank == 1:
+        step.graphs.replay = away
+    seen, said, last = 0, "nothing", time.monotonic()
+    try:
+        for _ in generator.stream(PROMPTS, max_new_tokens=NEW, eos_ids=()):
+            seen, last = seen + 1, time.monotonic()
+    except RankLostError as error:
+        said = str(error)
+    seconds, begin = time.monotonic() - last, time.monotonic()
+    generator.close()
+    torch.cuda.synchronize()
+    tell(folder, said=said, seconds=seconds, tokens=seen, all=sum(map(len, wanted)), more=time.monotonic() - begin)
+
+
+@pytest.mark.parametrize(("fault", "board"), [("killed", True), ("killed", False), ("silent", False)])
+def test_a_generator_without_its_other_rank_ends(fault: str, board: bool, tmp_path: Path) -> None:
+    """Behind its sums each of its steps gathers logits by NCCL, which alone would wait for ever."""
+    model = str(save_random(tiny_config("qwen3"), tmp_path / "model"))
+    world(2, "nccl").run(generated, model, str(tmp_path), fault, board, dying=[0, 1], timeout=120.0)
+    seen = json.loads((tmp_path / "seen").read_text())
+    begin = "Board: rank 1 is gone, its process" if board else "Watch: rank 1 "
+    assert seen["said"].startswith(begin), seen
+    assert seen["seconds"] < SUMS + GRACE + 10.0 and seen["more"] < SUMS + 10.0, seen
+    assert 0 < seen["tokens"] < seen["all"] == 2 * NEW, seen
