@@ -166,10 +166,10 @@ def _suites() -> Iterator[Part]:
     ):  # fmt: skip
         command = f"pytest {paths} -m gpu -n {{workers}} --dist worksteal {suite}"
         yield Part(name, command, f"{name}_h200.json", took, "10, 15, 16: the GPU suite", ("xdist",), noisy=True)
+    between = " ".join(f"tests/comm/test_{name}.py" for name in ("two_gpus", "gpu_faults", "gpu_replays", "world"))
     yield Part(
-        "multigpu_suite",
-        f"pytest tests/comm/test_two_gpus.py tests/comm/test_gpu_faults.py tests/comm/test_world.py -m multigpu {suite}",
-        "multigpu_suite_h200.json", 190, "10: 2; 14: 2", (), 2, PLAIN,
+        "multigpu_suite", f"pytest {between} -m multigpu {suite}", "multigpu_suite_h200.json", 300,
+        "10: 2; 14: 2", (), 2, PLAIN,
     )  # fmt: skip
     for name, which, took in (("multigpu_models", "not sent", 100), ("multigpu_exchange", "sent", 45)):
         yield Part(
