@@ -184,7 +184,7 @@ def test_a_rank_killed_before_it_pushes_or_before_it_waits(backend: str, at: str
     first, said, seconds, later, again, more = json.loads((tmp_path / "seen").read_text())
     assert first == (["NaN"] * 3 if at == "begin" else ["right", "NaN", "NaN"])
     assert said.startswith(LOST) and again == said and later == ["NaN"] * 20
-    assert 0.9 * DEADLINE < seconds < DEADLINE + 5.0 and more < DEADLINE
+    assert 0.9 * DEADLINE < seconds < DEADLINE + 20.0 and more < 10 * DEADLINE
 
 
 # ---- a rank that is late -----------------------------------------------------------------------------------------
@@ -236,15 +236,14 @@ def too_late(rank: Rank, folder: str, how: str) -> dict[str, Any]:
 @everywhere
 @pytest.mark.parametrize("how", ["stopped", "late"])
 def test_a_rank_that_comes_too_late(backend: str, how: str, tmp_path: Path) -> None:
-    """Both end in an error, though both live: who gave up, and who comes back to sums of which the rest is gone."""
+    """Both end in an error, though both live: what the first rank sent has been overrun when the other comes."""
     one, other = world(2, backend).run(too_late, str(tmp_path), how, timeout=120.0)
-    verdicts, said, seconds = one["first"]
-    assert verdicts == ["NaN"] * 3 and said.startswith(LOST) and 0.9 * DEADLINE < seconds < DEADLINE + 5.0
-    assert one["status"] == 2
-    assert other["first"][1].startswith("Pending.tokens: rank ") and other["status"] != 0
+    assert 0.9 * DEADLINE < one["first"][2] < DEADLINE + 20.0
     for each in (one, other):  # the workspace gives nothing any more, and nobody waits for it
-        verdicts, said, seconds = each["later"]
-        assert verdicts == ["NaN"] * 20 and said == each["first"][1] and seconds < DEADLINE
+        verdicts, said, _ = each["first"]
+        assert verdicts == ["NaN"] * 3 and said.startswith(LOST) and each["status"] == 2
+        verdicts, again, seconds = each["later"]
+        assert verdicts == ["NaN"] * 20 and again == said and seconds < 10 * DEADLINE
         assert each["again"][:2] == (["right"] * 6, "nothing")
 
 
@@ -297,22 +296,25 @@ def test_ranks_that_bring_other_rows_are_named(backend: str, tmp_path: Path) -> 
         f"bfloat16[2, {HIDDEN}]; rank 1 made SumNorm with bfloat16[3, {HIDDEN}]"
     )
     for verdicts, said, _, seconds in (one, other):
-        assert said.startswith(named) and "wrong" not in verdicts and seconds < DEADLINE + 5.0
-    # Who waits for a row that nobody sends says so by itself, and gives nothing.
-    assert other[0] == ["right", "NaN", "NaN"] and "rank 0 did not answer" in other[2]
+        assert said.startswith(named) and "wrong" not in verdicts and seconds < DEADLINE + 20.0
+    # Who waits for a row that nobody sends gives nothing, and both ranks say so by themselves.
+    assert other[0] == ["right", "NaN", "NaN"]
+    for said in (one[2], other[2]):
+        assert said.startswith("Pending.tokens: rank ") and "did not answer within the deadline" in said
 
 
 @everywhere
 def test_a_rank_that_leaves_a_call_out_is_named(backend: str, tmp_path: Path) -> None:
     """Rows of two calls meet then, which no kernel can tell: the step ends before its tokens are read."""
     found = world(2, backend).run(differ, str(tmp_path), "skip", timeout=120.0)
-    for verdicts, named, _, seconds in found:
+    for verdicts, named, said, seconds in found:
         assert named.startswith(
             "calls between ranks (0, 1), number 3 since ranks last agreed: rank 0 made SumNorm with "
             f"bfloat16[2, {HIDDEN}]; rank 1 made none"
         )
-        assert verdicts[:2] == ["right", "wrong"] and seconds < DEADLINE + 5.0
-    assert found[0][0][2] == "NaN" and found[0][2].startswith(LOST)
+        assert verdicts[:2] == ["right", "wrong"] and seconds < DEADLINE + 20.0
+        assert said.startswith(LOST)
+    assert found[0][0][2] == "NaN"
 
 
 @everywhere

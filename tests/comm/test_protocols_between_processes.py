@@ -25,7 +25,7 @@ import triton.language as tl
 
 from fastlayers import env
 from fastlayers.comm import triton_exchange, triton_push, triton_signals, triton_tokens
-from fastlayers.comm.symmetric import Arena
+from fastlayers.comm.symmetric import Arena, alarm_bytes
 from fastlayers.testing.world import Rank, world
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -59,7 +59,7 @@ class Mapped(Arena):
 
     def __init__(self, rank: Rank, folder: str, nbytes: int, deadline_s: float) -> None:
         self.all = [
-            torch.from_file(f"{folder}/{peer}", shared=True, size=nbytes, dtype=torch.uint8)
+            torch.from_file(f"{folder}/{peer}", shared=True, size=nbytes + alarm_bytes(rank.size), dtype=torch.uint8)
             for peer in range(rank.size)
         ]
         super().__init__(rank.size, rank.rank, self.all[rank.rank], [each.data_ptr() for each in self.all], deadline_s)

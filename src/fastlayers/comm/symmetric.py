@@ -1,6 +1,6 @@
 """Symmetric memory: one allocation that every rank of an axis can address, carved into inboxes, flags and counters.
 
-    arena of rank r:   [ inbox | outbox | flags | … ]        carved in the same order, at the same offsets, on all ranks
+    arena of rank r:   [ inbox | outbox | flags | … | alarm ] carved in the same order, at the same offsets, everywhere
     Shared.peers       address of one part on rank 0, 1, …   what kernels store to
 
 :class:`SymmArena` is torch's symmetric memory over NVLink; :func:`local_arenas` are the arenas of several ranks in one
@@ -58,6 +58,11 @@ class Phases(dict[str, float]):
         self[name], self._since = self.get(name, 0.0) + now - self._since, now
 
 
+def alarm_bytes(size: int) -> int:
+    """Return the bytes at the end of an allocation that an arena of so many ranks takes for itself, aligned."""
+    return -(-(8 + 8 * size) // ALIGNMENT) * ALIGNMENT + ALIGNMENT
+
+
 class Arena:
     """What kernels that address other ranks are given; the base of both kinds.
 
@@ -66,17 +71,19 @@ class Arena:
     size, rank : int
         Of the axis.
     buffer : uint8 Tensor
-        The own part of the allocation.
+        The own part of the allocation; :func:`alarm_bytes` of it are no room for anything else.
     bases : sequence of int
         Address of the allocation on every rank.
     deadline_s : float
-        How long a kernel waits for another rank. Then it sets ``status`` and no kernel of this arena waits any more;
-        what it returns is NaN.
+        How long a kernel waits for another rank. Then it sets ``status`` on all ranks, and no kernel of their arenas
+        waits any more; what it returns is NaN. A rank that comes late would otherwise add up rows of later calls.
 
     Attributes
     ----------
     status : int32 Tensor ``[1]``
-        0, or 1 + the rank that was waited for in vain.
+        0, or 1 + the rank that was waited for in vain, by whichever rank.
+    alarm : int32 Tensor ``[2 + 2 * size]``
+        What kernels are given: the status word, an unused one, and the addresses of all ranks' status words.
     """
 
     def __init__(
@@ -86,8 +93,12 @@ class Arena:
         # The allocation of each rank, where a test or a proof looks at it.
         self.views: Sequence[torch.Tensor] = ()
         self.deadline_ns = int(deadline_s * 1e9)
-        self.used = 0
-        self.status = torch.zeros(1, dtype=torch.int32, device=buffer.device)
+        self.used, self.room = 0, buffer.numel() - alarm_bytes(size)
+        place = -(-self.room // ALIGNMENT) * ALIGNMENT
+        self.alarm = buffer[place : place + 8 + 8 * size].view(torch.int32)
+        self.alarm.zero_()
+        self.alarm[2:].view(torch.int64).copy_(torch.tensor([base + place for base in self.bases]))
+        self.status = self.alarm[:1]
 
     @property
     def device(self) -> torch.device:
@@ -103,8 +114,8 @@ class Arena:
             The arena is used up; it never grows.
         """
         wanted = prod(shape) * dtype.itemsize
-        if self.used + wanted > self.buffer.numel():
-            accepted = f"at most {self.buffer.numel() - self.used:,} of {self.buffer.numel():,} bytes, which are left"
+        if self.used + wanted > self.room:
+            accepted = f"at most {self.room - self.used:,} of {self.room:,} bytes, which are left"
             raise ArgumentError("SymmArena", "carve", f"{wanted:,} bytes", accepted)
         start, self.used = self.used, self.used + -(-wanted // ALIGNMENT) * ALIGNMENT
         tensor = self.buffer[start : start + wanted].view(dtype).view(*shape)
@@ -180,7 +191,7 @@ class SymmArena(Arena):
         self.axis, self.group = axis, axis.group
         buffer, failed = None, None
         try:
-            buffer = self._allocate(nbytes, device)
+            buffer = self._allocate(nbytes + alarm_bytes(axis.size), device)
         except RuntimeError as error:  # torch's of memory, among others
             failed = str(error).splitlines()[0][:200]
         phases.end("allocated")
@@ -238,7 +249,7 @@ class SymmArena(Arena):
 
 def local_arenas(size: int, nbytes: int, device: torch.device | str = "cpu", deadline_s: float = 2.0) -> list[Arena]:
     """Return the arenas of ``size`` ranks that are all in this process, each with memory of its own."""
-    buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(size)]
+    buffers = [torch.empty(nbytes + alarm_bytes(size), dtype=torch.uint8, device=device) for _ in range(size)]
     bases = [buffer.data_ptr() for buffer in buffers]
     made = [Arena(size, rank, buffers[rank], bases, deadline_s) for rank in range(size)]
     for arena in made:

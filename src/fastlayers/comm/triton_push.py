@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from fastlayers.comm.symmetric import Arena
-from fastlayers.comm.triton_signals import address, now, order
+from fastlayers.comm.triton_signals import address, give_up, now, order
 from fastlayers.errors import ArgumentError
 from fastlayers.integers import next_power_of_2
 from fastlayers.norm.rms_norm.layer import ROUNDINGS
@@ -63,7 +63,7 @@ def _arrived(inbox_ptr, turn, source, row, slots, hidden, column, due, late, dea
         missing = tl.max((bits == EMPTY).to(tl.int32), axis=0)
         if (missing != 0) & (now() >= limit):
             late = 1
-            tl.store(status_ptr, 1 + source)
+            give_up(status_ptr, 1 + source, N)
     tl.store(slot, tl.full(column.shape, EMPTY, WORD), mask=due)
     return bits, late
 
@@ -240,7 +240,7 @@ class PushSum:
         arena = self.arena
         how = NO_NORM if weight is None else ROUNDINGS.index(rounding)
         found = _push_sum(
-            x, residual, weight, self.inbox.peers, self._words, self.epoch, arena.status, eps, how, arena.rank,
+            x, residual, weight, self.inbox.peers, self._words, self.epoch, arena.alarm, eps, how, arena.rank,
             arena.size, arena.deadline_ns, part, self.warps, self.programs, codes or "",
         )  # fmt: skip
         return (found[0] if codes is None else CodedRows(found[0], found[1])), found[-1]

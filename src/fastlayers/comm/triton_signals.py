@@ -42,13 +42,21 @@ def signal(flag_ptr, value):
 
 
 @triton.jit
-def await_signal(flag_ptr, value, late, deadline_ns, status_ptr, code):
+def give_up(status_ptr, code, N: tl.constexpr):
+    """Set the status word of all ranks: behind it lie the addresses, see :class:`fastlayers.comm.symmetric.Arena`."""
+    words = (status_ptr + 2).to(tl.pointer_type(tl.int64))
+    for rank in tl.static_range(N):
+        tl.store(tl.load(words + rank).to(tl.pointer_type(tl.int32)), code)
+
+
+@triton.jit
+def await_signal(flag_ptr, value, late, deadline_ns, status_ptr, code, N: tl.constexpr):
     """Wait until a flag has reached ``value`` (counters may wrap); return 1 if ``late`` or after the deadline."""
     limit = now() + deadline_ns
     # The result of the atomic is used: Triton drops an unused one.
     while (tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") - value < 0) & (late == 0):
         if now() >= limit:
             late = 1
-            tl.store(status_ptr, code)
+            give_up(status_ptr, code, N)
     tl.debug_barrier()
     return late

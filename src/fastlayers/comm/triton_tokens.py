@@ -41,7 +41,7 @@ def _await_all(flag_ptr, first, rank, value, late, deadline_ns, status_ptr, N: t
     for hop in tl.static_range(1, N):
         giver = (rank + hop) % N
         late = await_signal(
-            flag_ptr + (first + giver) * programs + program, value, late, deadline_ns, status_ptr, 1 + giver
+            flag_ptr + (first + giver) * programs + program, value, late, deadline_ns, status_ptr, 1 + giver, N
         )
     return late
 
@@ -215,7 +215,7 @@ class TokenExchange:
             raise ArgumentError("ExpertExchange", "x", f"{tuple(x.shape)} {x.dtype}, ids {tuple(ids.shape)}", accepted)
         _dispatch(
             x, ids, weights, self.rows.peers, self.ids.peers, self.weights.peers, self.there.peers, self.there.tensor,
-            self.states[0], arena.status, self.local, arena.rank, arena.size, arena.deadline_ns, part,
+            self.states[0], arena.alarm, self.local, arena.rank, arena.size, arena.deadline_ns, part,
         )  # fmt: skip
         count = arena.size * tokens
         return self.rows.tensor[:count], self.ids.tensor[:count], self.weights.tensor[:count]
@@ -232,6 +232,6 @@ class TokenExchange:
         out = partial.new_empty(ids.shape[0], partial.shape[1])
         _combine(
             partial, local_ids, ids, out, self.inbox.peers, self.inbox.tensor, self.back.peers, self.back.tensor,
-            self.states[1], arena.status, self.slots, self.local, arena.rank, arena.size, arena.deadline_ns, part,
+            self.states[1], arena.alarm, self.slots, self.local, arena.rank, arena.size, arena.deadline_ns, part,
         )  # fmt: skip
         return out
