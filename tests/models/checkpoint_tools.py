@@ -142,7 +142,8 @@ class Feeder:
             tuple(counts[i] for i in active), tuple(self.done[i] for i in active), [self.table[i] for i in active]
         )
         meta = self.state.plan(batch, num_pages=self.caches[0].num_pages)
-        return torch.tensor(ids, dtype=torch.int64), meta, step, torch.tensor(following, dtype=torch.int64)
+        made, next_ids = (torch.tensor(each, dtype=torch.int64, device=self.model.device) for each in (ids, following))
+        return made, meta, step, next_ids
 
     @torch.inference_mode()
     def run(self, steps: Sequence[tuple[str, Sequence[int]]], *, mtp: bool = False) -> dict[int, torch.Tensor]:
