@@ -25,6 +25,8 @@ from fastlayers.comm.sum_norm.layer import SUM_NORM, SumNorm, SumNormConfig
 from fastlayers.comm.sum_norm.triton_symm_mem import TritonSumNorm
 from fastlayers.device import DESCRIBED
 from fastlayers.errors import ArgumentError, NoBackendError
+from fastlayers.norm.rms_norm.layer import RMSNorm
+from fastlayers.quant.coded_rows import CodedRows
 from fastlayers.quant.group_quant.layer import quantize_groups
 from fastlayers.registry import COLLECTIVES, Backend, registry
 from fastlayers.registry.choice import Choice, Rung
@@ -244,6 +246,60 @@ def rows_over_gloo(rank: Rank) -> None:
         assert scales.stride() == ((2, 1) if layout == "row" else (1, 8))
     with pytest.raises(ArgumentError, match="hidden_size is 64; accepted: a multiple of 128 with fp8_128"):
         GatherRows(axis, 64, payload="fp8_128")
+
+
+def normed_over_gloo(rank: Rank) -> None:
+    axis, norm = rank.spec().tp, RMSNorm(256, dtype=torch.float32, backend="torch")
+    torch.manual_seed(7)
+    parts, residuals = torch.randn(2, 3, 256), torch.randn(2, 3, 256)
+    norm.weight.copy_(1 + 0.1 * torch.randn(256))
+    whole, h = norm(parts.flatten(0, 1), residuals.flatten(0, 1))
+    own, mine = parts[rank.rank], residuals[rank.rank]
+    for backend, sizes in (("auto", None), ("reference", None), ("auto", (3, 1))):
+        few = slice(None) if sizes is None else slice(sizes[rank.rank])
+        keep = [*range(6)] if sizes is None else [0, 1, 2, 3]
+        layer = GatherRows(axis, 256, dtype=torch.float32, backend=backend)
+        y, summed = layer.normed(norm, own[few], mine[few], sizes)
+        assert torch.equal(y, whole[keep]) and torch.equal(summed, h.unflatten(0, (2, 3))[rank.rank][few])
+        y, summed = layer.normed(norm, own[few], None, sizes)
+        assert torch.equal(y, norm(parts.flatten(0, 1)[keep])) and torch.equal(summed, own[few])
+        for layout in ("row", "col", "col_tma4"):
+            codes, scales = quantize_groups(whole[keep], scale_layout=layout)
+            plain = layer(norm(own[few], mine[few])[0], sizes, layout)
+            for found in (plain, layer.normed(norm, own[few], mine[few], sizes, layout)[0]):
+                assert isinstance(found, CodedRows) and found.scales.stride() == scales.stride()
+                assert torch.equal(found.codes.view(torch.uint8), codes.view(torch.uint8))
+                assert torch.equal(found.scales, scales)
+    nobody = layer.normed(norm, own[:0], mine[:0], None, "row")
+    assert nobody[0].codes.shape == (0, 256) and nobody[1].shape == (0, 256)
+    for wrong, words in (
+        (lambda: layer.normed(norm, own.half(), mine), "GatherRows: x"),
+        (lambda: layer.normed(norm, own, mine[:2]), "GatherRows: residual"),
+        (lambda: layer.normed(RMSNorm(128), own, mine), "GatherRows: norm.weight"),
+        (lambda: layer.normed(norm, own, mine, None, "colour"), "GatherRows: codes is 'colour'"),
+        (
+            lambda: GatherRows(axis, 64, dtype=torch.float32)(torch.ones(1, 64), None, "row"),
+            "GatherRows: codes is row; accepted: None: 64 is no multiple of 128",
+        ),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            wrong()
+
+
+def test_rows_behind_a_norm_over_gloo() -> None:
+    world(2).run(normed_over_gloo)
+
+
+def test_a_norm_that_writes_codes_is_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = GatherRows(Axis(), 256, dtype=torch.bfloat16, backend="gloo", device="cpu")
+    norm = RMSNorm(256, dtype=torch.bfloat16, backend="triton")
+    x, residual = torch.randn(2, 3, 256).bfloat16()
+    y, wanted = norm(x, residual)
+    codes, scales = quantize_groups(y, scale_layout="col")
+    monkeypatch.setattr(RMSNorm, "forward", lambda *given: pytest.fail("one launch writes codes"))
+    found, h = layer.normed(norm, x, residual, None, "col")
+    assert torch.equal(h, wanted) and torch.equal(found.codes.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(found.scales, scales) and found.scales.stride() == scales.stride()
 
 
 def experts_over_gloo(rank: Rank) -> None:

@@ -7,11 +7,16 @@ from functools import partial
 import pytest
 import torch
 
+from fastlayers.comm.fabric import Fabric, Workspace
+from fastlayers.comm.gather_rows.layer import GatherRowsConfig
+from fastlayers.comm.gather_rows.triton_symm_mem import TritonGatherRows
+from fastlayers.comm.parallel import Axis
 from fastlayers.comm.symmetric import Arena, local_arenas
 from fastlayers.comm.triton_exchange import Exchange
 from fastlayers.comm.triton_push import PushSum
 from fastlayers.comm.triton_tokens import TokenExchange
 from fastlayers.errors import ArgumentError
+from fastlayers.norm.rms_norm.layer import RMSNorm
 from fastlayers.quant.coded_rows import CodedRows
 from fastlayers.quant.group_quant.layer import quantize_groups
 
@@ -250,6 +255,43 @@ def test_quantised_gather_behind_a_norm(n: int) -> None:
             assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
             assert torch.equal(scales.nan_to_num(-1), wanted_scales.nan_to_num(-1))
             assert scales.stride() == wanted_scales.stride()
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_the_layer_behind_a_norm_has_the_bits_of_each(n: int) -> None:
+    """Of the norm alone, and of codes that are made of its rows; with and without a residual, in any order of calls."""
+    hidden, slots = 256, 3
+    ranks = []
+    for rank, exchange in enumerate(exchanges(n, hidden, torch.bfloat16, slots, 2)):
+        workspace = Workspace(Fabric(n), exchange.arena, None, exchange)
+        ranks.append(TritonGatherRows(GatherRowsConfig(Axis(n, rank), hidden, slots=slots, workspace=workspace)))
+    for turn, (share, rounding) in enumerate(((1, "cast_then_scale"), (3, "one_plus"), (0, "scale_then_cast"))):
+        norm = RMSNorm(hidden, rounding=rounding, dtype=torch.bfloat16, backend="triton")
+        norm.weight.copy_(1 + 0.3 * torch.randn(hidden))
+        xs = torch.randn(n, share, hidden).bfloat16()
+        residuals = torch.randn(n, share, hidden).bfloat16()
+        for layout in (None, "row", "col_tma4")[:: 1 - 2 * (turn % 2)]:
+            for added in (True, False):
+                sums: list[torch.Tensor] = []
+                for part in (1, 2, 3):
+                    found = [
+                        rank.normed(norm, x, residual if added else None, codes=layout, part=part)
+                        for rank, x, residual in zip(ranks, xs, residuals, strict=True)
+                    ]
+                    sums = [own for _, own in found] if part == 2 else sums  # written in the second
+                h = (xs.float() + residuals.float()).bfloat16() if added else xs
+                y = norm(h.flatten(0, 1)) if share else h.flatten(0, 1)
+                codes, scales = quantize_groups(y, scale_layout=layout or "row")
+                for (rows, _), own, wanted in zip(found, sums, h, strict=True):
+                    assert torch.equal(own, wanted)
+                    if layout is None:
+                        assert torch.equal(rows, y)
+                        continue
+                    assert isinstance(rows, CodedRows) and torch.equal(rows.scales, scales)
+                    assert torch.equal(rows.codes.view(torch.uint8), codes.view(torch.uint8))
+    for part in (1, 2, 3):
+        plain = [rank(x, part=part) for rank, x in zip(ranks, torch.ones(n, 2, hidden).bfloat16(), strict=True)]
+    assert all(bool((rows == 1).all()) and rows.shape == (2 * n, hidden) for rows in plain)
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
