@@ -29,6 +29,7 @@ from fastlayers.comm.layouts import Hidden
 from fastlayers.comm.padding import StepTokens
 from fastlayers.comm.symmetric import Arena
 from fastlayers.errors import ArgumentError, check_choice
+from fastlayers.quant.coded_rows import CodedRows
 from fastlayers.runtime.streams import other_stream, side_lock
 from fastlayers_models.experts import routed_rows
 
@@ -84,19 +85,19 @@ class StreamExchanges(Exchanges):
     Parameters
     ----------
     device : torch device
-    arena : Arena or None
+    arenas : sequence of Arena
         What ranks exchange rows through, if they do. Gathered rows lie there, where the next exchange overwrites them.
     """
 
-    def __init__(self, device: torch.device, arena: Arena | None) -> None:
-        self.stream, self.arena = other_stream(device), arena
+    def __init__(self, device: torch.device, arenas: Sequence[Arena] = ()) -> None:
+        self.stream, self.arenas = other_stream(device), arenas
 
     def start(self, half: Half, pieces: Sequence[Piece]) -> None:
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         given = half.hidden  # kept: it is the current stream's memory, which that would use again too early
         with torch.cuda.stream(self.stream):
             half.run(pieces)
-            take_out(half.hidden, self.arena)
+            take_out(half.hidden, self.arenas)
             half.under_way = given, self.stream.record_event()
 
     def wait(self, half: Half) -> None:
@@ -105,19 +106,21 @@ class StreamExchanges(Exchanges):
             half.under_way = None
 
 
-def take_out(hidden: Hidden, arena: Arena | None) -> None:
-    """Let rows that lie in the ranks' workspace be a copy: the other half's exchange comes before they are read."""
-    if arena is not None and hidden.tensor.untyped_storage().data_ptr() == arena.buffer.untyped_storage().data_ptr():
-        hidden.tensor = hidden.tensor.clone()
+def take_out(hidden: Hidden, arenas: Sequence[Arena]) -> None:
+    """Let rows that lie in a workspace of the ranks be a copy: the other half's exchange comes before they are read."""
+    rows: Any = hidden.tensor  # or codes and scales, which lie in one place
+    place = (rows.codes if isinstance(rows, CodedRows) else rows).untyped_storage().data_ptr()
+    if any(place == arena.buffer.untyped_storage().data_ptr() for arena in arenas):
+        hidden.tensor = rows.clone()
 
 
 def exchanges_of(model: Any) -> Exchanges:
     """Return how a model's halves exchange."""
     if model.device.type != "cuda":
         return Exchanges()
-    across = model.seam or model.moves
-    workspace = across.workspace if across is not None else None
-    return StreamExchanges(model.device, workspace.arena if workspace is not None else None)
+    made = (across.workspace for across in (model.seam, model.moves) if across is not None)
+    arenas = [workspace.arena for workspace in made if workspace is not None and workspace.arena is not None]
+    return StreamExchanges(model.device, arenas)
 
 
 def turns(layers: Sequence[tuple[Any, LayerCache]]) -> Iterator[tuple[list[Piece], list[Piece]]]:

@@ -15,8 +15,11 @@ import torch
 
 import fastlayers as fl
 from fastlayers.attention.meta import AttentionBatch, AttentionState, whole_pages
-from fastlayers.comm.layouts import Hidden
+from fastlayers.comm.layouts import Hidden, Layout
+from fastlayers.comm.symmetric import local_arenas
+from fastlayers.comm.triton_exchange import Exchange
 from fastlayers.errors import ArgumentError, CollectiveMismatch, LayoutError
+from fastlayers.quant.coded_rows import CodedRows
 from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
 from fastlayers.testing.world import Rank, WorldError, world
 from fastlayers.torch_compile import TorchCompile
@@ -268,17 +271,33 @@ def test_what_is_not_cut_runs_whole(folders: dict[str, Path]) -> None:
 
 
 def test_rows_in_the_workspace_are_taken_out() -> None:
-    arena: Any = SimpleNamespace(buffer=torch.zeros(64, dtype=torch.uint8))
+    other, arena = (SimpleNamespace(buffer=torch.zeros(64, dtype=torch.uint8)) for _ in range(2))  # type: Any, Any
     inside, outside = arena.buffer.view(torch.float32)[:8].view(2, 4), torch.zeros(2, 4)
     for given, copied in ((inside, True), (outside, False)):
         hidden = Hidden.start(given)
-        take_out(hidden, arena)
+        take_out(hidden, [other, arena])
         assert (hidden.tensor is not given) == copied and torch.equal(hidden.tensor, given)
-        take_out(hidden, None)
+        take_out(hidden, [])
     hidden = Hidden.start(inside)
-    take_out(hidden, arena)
+    take_out(hidden, [arena])
     inside.fill_(3)  # the next exchange
     assert hidden.tensor.sum() == 0
+
+
+@pytest.mark.parametrize(("rows", "groups"), [(5, 3), (5, 1), (1, 1), (1, 3), (4, 2)])
+@pytest.mark.parametrize("layout", ["row", "col", "col_tma4"])
+def test_codes_in_the_workspace_are_taken_out(layout: str, rows: int, groups: int) -> None:
+    exchange = Exchange(local_arenas(2, 1 << 16)[0], 128 * groups, torch.bfloat16, rows, 2)
+    codes, scales, _ = exchange._coded(2 * rows, layout)
+    codes.view(torch.uint8).random_(0, 100)
+    given = CodedRows(codes, scales.normal_())
+    hidden = Hidden(given, None, Layout("full"))  # type: ignore[arg-type]
+    take_out(hidden, [exchange.arena])
+    taken, kept = hidden.tensor, CodedRows(codes.clone(), scales.clone())
+    exchange.arena.buffer.fill_(1)  # the next exchange
+    assert isinstance(taken, CodedRows) and taken is not given and taken.scales.stride() == scales.stride()
+    assert torch.equal(taken.codes.view(torch.uint8), kept.codes.view(torch.uint8))
+    assert torch.equal(taken.scales, kept.scales)
 
 
 class Streams:
@@ -337,7 +356,7 @@ def test_streams_are_forked_and_joined_by_events(monkeypatch: pytest.MonkeyPatch
         return made
 
     halves = [half("A"), half("B")]
-    overlap.in_turns([(Layer(n), None) for n in (0, 1)], halves, StreamExchanges(torch.device("cpu"), None))  # type: ignore[misc, arg-type]
+    overlap.in_turns([(Layer(n), None) for n in (0, 1)], halves, StreamExchanges(torch.device("cpu")))  # type: ignore[misc, arg-type]
     order = [f"{n} {stage}" for n in (0, 1) for stage in Layer.STAGES]
     for name in "AB":
         for place, stage in enumerate(order):

@@ -39,6 +39,14 @@ class CodedRows:
         """Return the number of values."""
         return self.codes.numel()
 
+    def clone(self) -> CodedRows:
+        """Return a copy, its scales in memory of the same layout."""
+        (rows, groups), apart = self.scales.shape, self.scales.stride(1)
+        if apart < max(rows, 2):  # by rows
+            return CodedRows(self.codes.clone(), self.scales.clone())
+        scales = self.scales.new_empty(groups, apart).t()[:rows]
+        return CodedRows(self.codes.clone(), scales.copy_(self.scales))
+
 
 def empty_codes(x: torch.Tensor, layout: str) -> list[torch.Tensor]:
     """Return where codes and scales of rows like ``x`` ``[T, K]`` go."""
