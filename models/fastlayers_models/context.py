@@ -68,7 +68,7 @@ class ModelContext:
         tokens = TokenMoves.slots(slots, top_k) if self.token_way.exchange else None
         self.seam = Seam.make(parallel, *sizes, tokens=tokens)
         self.moves = Moves.make(parallel, *sizes, tokens=tokens)
-        across = self.seam or self.moves
+        across = self.moves or self.seam  # whichever is over all ranks
         self.token_moves: TokenMoves | None = None
         if self.token_way.exchange:
             made = TokenMoves.make(parallel, across, hidden, slots, top_k, dtype, device)

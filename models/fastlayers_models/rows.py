@@ -19,6 +19,7 @@ import torch
 from fastlayers.attention.buckets import ExtendBucket
 from fastlayers.attention.step_buffers import Mirrored
 from fastlayers.comm.processes import rank_lost
+from fastlayers.comm.seam import Late
 from fastlayers.comm.watch import Watch
 from fastlayers.errors import ArgumentError, RankLostError
 from fastlayers.integers import cdiv
@@ -290,8 +291,9 @@ class Pending:
 
 
 class _Slot:
-    def __init__(self, size: int, cuda: bool, watched: bool, watch: Watch | None) -> None:
-        self.status = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=cuda) if watched else None
+    def __init__(self, size: int, cuda: bool, late: Sequence[Late], watch: Watch | None) -> None:
+        self._late = late
+        self.statuses = [torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=cuda) for _ in late]
         self.buffer = torch.zeros(size, dtype=torch.int64, device="cpu", pin_memory=cuda)
         self.arrived: Any = torch.cuda.Event() if cuda else None
         self.owner: Pending | None = None
@@ -301,29 +303,34 @@ class _Slot:
         """Wait for the tokens; raise :class:`RankLostError` where another rank was waited for in vain."""
         if self.arrived is not None:
             self.arrived.synchronize() if self.watch is None else self.watch.wait(self.arrived)
-        if self.status is not None and (code := int(self.status)):
-            lost = f"rank {code - 1} did not answer within the deadline of a sum over ranks"
+        if (rank := self.lost()) is not None:
+            lost = f"rank {rank} did not answer within the deadline of a sum over ranks"
             again = "nothing of this step is right: make the model again, on all"
-            raise rank_lost(f"Pending.tokens: {lost}; {again}", "a sum over ranks", code - 1)
+            raise rank_lost(f"Pending.tokens: {lost}; {again}", "a sum over ranks", rank)
 
     def give_up(self, error: Exception) -> None:
         """End what the device still does with other ranks, behind this step: nobody would ever end it."""
         if self.watch is not None:
             self.watch.give_up(str(error))
 
+    def lost(self) -> int | None:
+        """Return the rank that was waited for in vain before these tokens were made, or ``None``."""
+        codes = zip(self._late, map(int, self.statuses), strict=True)
+        return next((late.named(code) for late, code in codes if code), None)
+
 
 class Outbox:
     """Pinned buffers, used in turn.
 
-    ``status``: of the arena that the step's sums over ranks use (int32 ``[1]``); it travels with the tokens.
+    ``late``: of the arenas that the step's sums over ranks use; their statuses travel with the tokens.
     ``watch``: of the ranks that the step needs.
     """
 
     def __init__(
-        self, max_batch: int, device: torch.device, status: torch.Tensor | None = None, watch: Watch | None = None
+        self, max_batch: int, device: torch.device, late: Sequence[Late] = (), watch: Watch | None = None
     ) -> None:
-        self._status, self.watch, cuda = status, watch, device.type == "cuda"
-        self._slots = [_Slot(max_batch, cuda, status is not None, watch) for _ in range(IN_FLIGHT)]
+        self._late, self.watch = late, watch
+        self._slots = [_Slot(max_batch, device.type == "cuda", late, watch) for _ in range(IN_FLIGHT)]
         self._next = 0
 
     def send(self, tokens: torch.Tensor, kept: Sequence[int] | None = None) -> Pending:
@@ -333,8 +340,8 @@ class Outbox:
         size = tokens.shape[0]
         slot.owner = pending = Pending(slot, size, kept)
         slot.buffer[:size].copy_(tokens, non_blocking=True)
-        if slot.status is not None and self._status is not None:
-            slot.status.copy_(self._status, non_blocking=True)
+        for here, there in zip(slot.statuses, self._late, strict=True):
+            here.copy_(there.status, non_blocking=True)
         if slot.arrived is not None:
             slot.arrived.record()
         return pending

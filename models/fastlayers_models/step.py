@@ -26,6 +26,7 @@ from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.comm.collectives import by_nccl, collectives
 from fastlayers.comm.parallel import AXES, SINGLE
+from fastlayers.comm.seam import late_of
 from fastlayers.comm.trail import TRAIL
 from fastlayers.comm.watch import Watch
 from fastlayers.errors import ArgumentError, CaptureError
@@ -172,8 +173,7 @@ class ModelStep(CapturedSteps):
         self.table = RowTable(self.max_batch, model.device)
         self.inputs = ExtendInputs(state.max_tokens, self.max_batch, model.device)
         self.count = torch.zeros(1, dtype=torch.int32, device=model.device)
-        across = next(filter(None, (getattr(model, name, None) for name in ("seam", "moves", "token_moves"))), None)
-        late = across.status if across is not None else None
+        late = late_of(model)
         watch = Watch.of(model.parallel, model.device, late) if hasattr(model, "parallel") else None
         self._outbox = Outbox(self.max_batch, model.device, late, watch)
         self.weights = WeightsWatch(model)

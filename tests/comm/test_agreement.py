@@ -16,6 +16,7 @@ from fastlayers.comm import ladders
 from fastlayers.comm.agreement import axis_of, share_tables
 from fastlayers.comm.fabric import agree
 from fastlayers.comm.parallel import Axis
+from fastlayers.comm.seam import Late
 from fastlayers.device import DESCRIBED
 from fastlayers.errors import CollectiveMismatch, RankLostError
 from fastlayers.norm.rms_norm.layer import RMS_NORM
@@ -265,8 +266,8 @@ def test_one_rank_agrees_with_itself() -> None:
 
 
 def test_a_lost_rank_is_named_with_the_step_whose_tokens_it_spoils() -> None:
-    status = torch.zeros(1, dtype=torch.int32)
-    outbox = Outbox(4, torch.device("cpu"), status)
+    of_group, status = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    outbox = Outbox(4, torch.device("cpu"), [Late(of_group, (2, 5)), Late(status, (0, 1, 2))])
     good = outbox.send(torch.tensor([5, 6]))
     status.fill_(2)
     bad = outbox.send(torch.tensor([7, 8]))
@@ -275,3 +276,7 @@ def test_a_lost_rank_is_named_with_the_step_whose_tokens_it_spoils() -> None:
         with pytest.raises(RankLostError, match="rank 1 did not answer within the deadline") as caught:
             bad.tokens()
         assert (caught.value.rank, caught.value.operation) == (1, "a sum over ranks")
+    of_group.fill_(2)  # by its number in its group, which is named as all ranks know it
+    with pytest.raises(RankLostError, match="rank 5 did not answer within the deadline"):
+        outbox.send(torch.tensor([9])).tokens()
+    assert Late(status, (0,)).named(4) == 3  # of an axis whose ranks nobody listed

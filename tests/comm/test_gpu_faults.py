@@ -23,6 +23,7 @@ from fastlayers import env
 from fastlayers.comm import fabric, triton_push
 from fastlayers.comm.board import Board
 from fastlayers.comm.fabric import Fabric, Workspace
+from fastlayers.comm.seam import Late
 from fastlayers.comm.sum_norm.layer import SumNorm
 from fastlayers.comm.symmetric import SymmArena
 from fastlayers.comm.trail import TRAIL, name_difference
@@ -111,7 +112,7 @@ class Sums:
         assert made.push is not None and made.arena is not None, made.fabric.refusal
         self.rank, self.push, self.arena, self.number = rank, made.push, made.arena, 0
         self.weight = torch.ones(HIDDEN, dtype=torch.bfloat16, device=rank.device)
-        self.outbox = Outbox(1, rank.device, made.arena.status)
+        self.outbox = Outbox(1, rank.device, [Late(made.arena.status, rank.spec().tp.ranks)])
         self.tokens = torch.zeros(1, dtype=torch.int64, device=rank.device)
         # Whole numbers, whose sums are exact; there before anything waits, so that calls follow one another at once.
         parts = torch.randint(-60, 60, (40, 2, SLOTS, HIDDEN), generator=torch.Generator().manual_seed(7))

@@ -9,7 +9,7 @@ import torch
 
 from fastlayers.comm.communicator import LayerCommunicator
 from fastlayers.comm.parallel import Axis, ParallelSpec
-from fastlayers.comm.seam import Moves, Seam
+from fastlayers.comm.seam import Seam
 from fastlayers.comm.sum_norm.collective import CollectiveSumNorm
 from fastlayers.errors import ArgumentError
 from fastlayers.norm.rms_norm.layer import RMSNorm
@@ -75,51 +75,6 @@ def test_planted_bugs_in_the_seam_are_caught(bug: Any) -> None:
         simulate(2, broken, bug, "tp2")
 
 
-class WithMoves(LayerCommunicator):
-    """Rows cross groups by the layers gather_rows and scatter_rows."""
-
-    def __init__(self, parallel: ParallelSpec, **options: Any) -> None:
-        moves = Moves(parallel, None, HIDDEN, torch.float32, torch.device("cpu"))
-        super().__init__(parallel, moves=moves, **options)
-        assert moves.chosen == {"gather_rows": "gloo", "scatter_rows": "gloo"} and moves.status is None
-
-
-GROUPS_OF_ONE = [case for case in COMM_CASES if case.attn_dp == case.size > 1]
-
-
-@pytest.mark.parametrize("case", GROUPS_OF_ONE, ids=lambda case: case.name)
-def test_transitions_with_moves(case: Any) -> None:
-    simulate(case.size, check_communicator, WithMoves, case)
-
-
-@pytest.mark.parametrize("grid", [grid for grid in GRIDS if grid.attn_dp == grid.size], ids=lambda g: g.name)
-def test_every_row_with_moves(grid: Grid) -> None:
-    simulate(grid.size, check_transitions, WithMoves, grid)
-
-
-def moved_wrongly(rank: Rank, bug: str, name: str) -> None:
-    class Broken(WithMoves):
-        def __init__(self, parallel: ParallelSpec, **options: Any) -> None:
-            super().__init__(parallel, **options)
-            moves = self.ops.moves
-            assert moves is not None
-            scatter, gather = moves.scatter.ladder.single, moves.gather.ladder.single
-            if bug == "another rank's rows":
-                moves.scatter.ladder.single = lambda x: scatter(x.roll(x.shape[0] // 2, 0))
-            elif bug == "other order":
-                moves.gather.ladder.single = lambda x: gather(x).roll(x.shape[0], 0)
-            else:
-                moves.scatter.ladder.single = lambda x: scatter(x) / 2
-
-    check_communicator(rank, Broken, CASES[name])
-
-
-@pytest.mark.parametrize("bug", ["another rank's rows", "other order", "a mean"])
-def test_planted_bugs_in_moves_are_caught(bug: str) -> None:
-    with pytest.raises(WorldError, match=r"dp2|Tensor-likes|input"):
-        simulate(2, moved_wrongly, bug, "dp2_graph")
-
-
 def test_over_gloo() -> None:
     for name in ("tp2", "tp2_ep2", "tp2_no_tokens"):
         world(2).run(check_communicator, WithSeam, CASES[name])
@@ -133,6 +88,7 @@ def test_other_norms_stay_by_themselves() -> None:
     assert seam.sum_norm(RMSNorm(HIDDEN)) is seam.sum_norm(RMSNorm(HIDDEN))
     assert Seam.make(ParallelSpec(), HIDDEN, torch.float32, torch.device("cpu")) is None
     assert Seam.make(parallel, HIDDEN, torch.float32, torch.device("cpu")) is None
+    assert Seam.make(ParallelSpec.grid(4, 0, attn_dp=2), HIDDEN, torch.float32, torch.device("cpu")) is None
     with pytest.raises(ArgumentError, match="seam"):
         norm = RMSNorm(HIDDEN)
         LayerCommunicator(

@@ -14,6 +14,7 @@ import torch
 from fastlayers.comm import watch as watches
 from fastlayers.comm.parallel import Axis, ParallelSpec
 from fastlayers.comm.processes import own
+from fastlayers.comm.seam import Late
 from fastlayers.comm.watch import Watch
 from fastlayers.errors import RankLostError
 from fastlayers_models.rows import Outbox
@@ -133,7 +134,7 @@ def test_a_watch_that_nobody_has_is_freed_and_its_thread_ends() -> None:
 def test_tokens_wait_by_the_watch() -> None:
     work = Work()
     watch = Watch(DEAD, [work.abort], grace_s=0.0)
-    outbox = Outbox(2, torch.device("cpu"), None, watch)
+    outbox = Outbox(2, torch.device("cpu"), (), watch)
     pending = outbox.send(torch.tensor([3, 4]))
     pending._slot.arrived = work
     for _ in range(2):
@@ -146,7 +147,7 @@ def test_tokens_wait_by_the_watch() -> None:
 def test_a_loss_that_tokens_tell_ends_what_was_launched_behind(lost: str) -> None:
     work, status = Work(), torch.tensor([2 * (lost == "status")], dtype=torch.int32)
     watch = Watch(ALIVE, [work.abort])
-    pending = Outbox(2, torch.device("cpu"), status, watch).send(torch.tensor([3, 4]))
+    pending = Outbox(2, torch.device("cpu"), [Late(status, ALIVE.ranks)], watch).send(torch.tensor([3, 4]))
     pending._slot.arrived = done = Work()
     done.ended.set()
     if lost == "before":

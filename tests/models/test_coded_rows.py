@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from fastlayers.attention.meta import AttentionBatch, AttentionState
 from fastlayers.comm import seam as seam_module
 from fastlayers.comm.gather_rows.collective import CollectiveGatherRows
 from fastlayers.comm.layouts import Hidden
+from fastlayers.comm.padding import StepTokens
 from fastlayers.comm.seam import Seam
 from fastlayers.layer import trust
 from fastlayers.linear.fp8_block.layer import FP8BlockLinear
@@ -44,6 +47,35 @@ LATENT = COMMON | {
 }  # fmt: skip
 
 
+def of_codes(product: Any) -> Any:
+    """Return what multiplies on a CPU, also of what came as codes."""
+
+    def multiply(self: Any, x: Any, *operands: Any) -> torch.Tensor:
+        if type(x) is not CodedRows:
+            found: torch.Tensor = product(self, x, *operands)
+            return found
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(self, "quantize", lambda rows: (x.codes, x.scales))
+            return multiply(self, torch.empty(x.shape, dtype=torch.bfloat16), *operands)
+
+    return multiply
+
+
+@contextmanager
+def model_of(config: dict[str, Any], parallel: fl.ParallelSpec) -> Iterator[Any]:
+    """Give a model over such ranks whose FP8 products take codes, as on a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FP8BlockLinear, "codes_layout", lambda self, rows: "row")
+        patch.setattr(TorchFP8Linear, "__call__", of_codes(TorchFP8Linear.__call__))
+        patch.setattr(seam_module, "connected", lambda parallel, device: parallel.tp.size > 1)
+        family: Any = family_of(config)
+        model = family(family.config_class.from_hf(config), parallel=parallel, dtype=torch.bfloat16, page_size=16)
+        fill_random(model.eval())
+        fl.finalize(model)
+        assert "as codes and scales where FP8 products read them" in str(fl.explain(model))
+        yield model
+
+
 @torch.inference_mode()
 def hidden_states(rank: Rank, config: dict[str, Any], counts: list[int]) -> list[tuple[bool, int]]:
     """Return for prompts of so many tokens whether codes made no difference, and how often codes were gathered."""
@@ -54,31 +86,11 @@ def hidden_states(rank: Rank, config: dict[str, Any], counts: list[int]) -> list
         gathered.append(x.shape[0])
         return plain(self, x, sizes)
 
-    product = TorchFP8Linear.__call__
-
-    def of_codes(self: Any, x: Any, *operands: Any) -> torch.Tensor:
-        """Multiply what came as codes by what multiplies on a CPU."""
-        if type(x) is not CodedRows:
-            return product(self, x, *operands)
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(self, "quantize", lambda rows: (x.codes, x.scales))
-            return product(self, torch.empty(x.shape, dtype=torch.bfloat16), *operands)
-
     found = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FP8BlockLinear, "codes_layout", lambda self, rows: "row")
-        patch.setattr(TorchFP8Linear, "__call__", of_codes)
-        patch.setattr(seam_module, "connected", lambda parallel, device: parallel.tp.size > 1)
+    with pytest.MonkeyPatch.context() as patch, model_of(config, rank.spec()) as model:
         patch.setattr(CollectiveGatherRows, "__call__", counted)
-        family: Any = family_of(config)
-        model = family(
-            family.config_class.from_hf(config), parallel=rank.spec(), dtype=torch.bfloat16, page_size=16
-        ).eval()
-        fill_random(model)
-        fl.finalize(model)
         assert model.seam is not None and model.seam.codes and model.seam.chosen["rows as codes"] == "True"
         model.spread_rows = range(2, 200)
-        assert "as codes and scales where FP8 products read them" in str(fl.explain(model))
         for count in counts:
             outputs, gathered[:] = [], []
             for model.seam.codes in (True, False):
@@ -94,6 +106,44 @@ def hidden_states(rank: Rank, config: dict[str, Any], counts: list[int]) -> list
 def test_codes_change_no_bit_of_a_model(config: dict[str, Any], times: int) -> None:
     # Attention, but for the first, and dense MLPs read 40 tokens as codes; of 41 rows one is padding, which is cut off.
     assert world(2).run(hidden_states, config, [40, 41]) == [[(True, times), (True, 0)]] * 2
+
+
+@torch.inference_mode()
+def groups(rank: Rank, config: dict[str, Any], attn_dp: int, counts: tuple[int, ...]) -> list[tuple[bool, list[int]]]:
+    """Return for both kinds of steps whether codes made no difference, and of how many rows each rank sent codes."""
+    sent: list[int] = []
+    plain = CollectiveGatherRows._coded
+
+    def counted(self: Any, codes: torch.Tensor, *how: Any) -> Any:
+        sent.append(codes.shape[0])
+        return plain(self, codes, *how)
+
+    spec, found = rank.spec(attn_dp=attn_dp), []
+    count = counts[spec.attn_dp.rank]
+    with pytest.MonkeyPatch.context() as patch, model_of(config, spec) as model:
+        patch.setattr(CollectiveGatherRows, "_coded", counted)
+        assert model.moves is not None and model.moves.codes and (model.seam is None) == (attn_dp == rank.size)
+        for extend in (False, True):
+            outputs, sent[:] = [], []
+            for model.moves.codes in (True, False):
+                state = AttentionState(1, count, 8, 16, "cpu")
+                caches = fl.kv_cache_spec(model, page_size=16, dtype=model.kv_dtype).allocate(9, "cpu")
+                meta = state.plan(AttentionBatch((count,), (0,), [list(range(1, 9))]))
+                step = StepTokens.plan(counts, attn_tp=spec.attn_tp.size, extend=extend)
+                outputs.append(model(torch.arange(count) % 60, meta, caches, step)[:count])
+            found.append((torch.equal(*outputs) and bool(outputs[0].isfinite().all()), [*sent]))
+    return found
+
+
+@pytest.mark.parametrize(("config", "times"), [(DENSE, 2), (LATENT, 1)], ids=["gqa", "mla"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_groups_send_codes_and_change_no_bit(config: dict[str, Any], times: int, size: int) -> None:
+    """Each rank quantises its own rows: padded to the fullest group's, and in prompts as many as there are."""
+    counts = (40, 22) if size == 4 else (40, 21)
+    shares = [rows * 2 // size for rows in counts for _ in range(size // 2)]
+    config = config | {name: 512 for name in ("intermediate_size", "moe_intermediate_size") if name in config}
+    for rank, found in enumerate(world(size).run(groups, config, 2, counts)):
+        assert found == [(True, [shares[0]] * times), (True, [shares[rank]] * times)]
 
 
 @torch.inference_mode()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from fastlayers.comm import seam
 from fastlayers.errors import AllocatorOverflowError, ArgumentError
 from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
 from fastlayers.sampler.layer import SamplingParams
@@ -66,6 +67,28 @@ def test_two_groups(folders: dict[str, Path], wanted: Any, family: str, ep: int,
         assert first[0] == second[0] == wanted[family][: len(prompts)]
         assert first[1] == second[1] and first[2] == second[2]
         assert (first[2] > 0) == graphs
+
+
+def by_moves(rank: Rank, folder: str, ep: int, graphs: bool, prompts: list[list[int]]) -> tuple[Any, ...]:
+    """Return what :func:`generate` does, with rows that cross groups as on GPUs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seam, "connected", lambda parallel, device: parallel.tp.size > 1)
+        generator = generator_of(load(folder, parallel=rank.spec(attn_dp=2, ep=ep)), graphs)
+    assert generator.model.moves is not None and (generator.model.seam is not None) == (rank.size > 2)
+    found = generator.generate(prompts, max_new_tokens=NEW, eos_ids=())
+    return found, generator.pool.free_pages, generator.step.graphs.replays if graphs else 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "graphs"), [("qwen3_moe", 2, False), ("qwen3", 2, True), ("qwen3", 4, True)]
+)
+def test_groups_whose_rows_cross_by_moves(
+    folders: dict[str, Path], wanted: Any, family: str, size: int, graphs: bool
+) -> None:
+    for prompts in (PROMPTS, PROMPTS[:1]):
+        found = world(size).run(by_moves, str(folders[family]), 1, graphs, prompts)
+        assert [tokens for tokens, *_ in found] == [wanted[family][: len(prompts)]] * size
+        assert all((replays > 0) == graphs for *_, replays in found)
 
 
 def both(rank: Rank, folder: str, prompts: list[list[int]]) -> list[list[int]]:

@@ -13,6 +13,7 @@ import torch
 import fastlayers as fl
 from fastlayers.attention.buckets import TOKENS, ExtendBuckets
 from fastlayers.attention.meta import AttentionState
+from fastlayers.comm.seam import late_of
 from fastlayers.comm.watch import Watch
 from fastlayers.runtime.compile_log import CompileWatch
 from fastlayers.runtime.graphs import CudaGraphs
@@ -179,8 +180,7 @@ class TorchExecutor:
         self.extending.pages = self.decoding.pages
         self.special = SpecialDraws(sampler, self.decoding.table, config.max_model_len)
         # Two ticks are in flight at most, and each of these has room for four.
-        across = next(filter(None, (getattr(model, name, None) for name in ("seam", "moves", "token_moves"))), None)
-        late = across.status if across is not None else None
+        late = late_of(model)
         watch = Watch.of(model.parallel, device, late) if hasattr(model, "parallel") else None
         self._rows_out, self._chunks_out = (Outbox(running, device, late, watch) for _ in range(2))
         self._verify_out = Outbox(max(1, self.verify_tokens), device, late, watch)

@@ -110,11 +110,11 @@ class LayerCommunicator:
     seam : Seam, optional
         Of the same spec: sums over ranks and the norms behind them become one operator.
     moves : Moves, optional
-        Of the same spec: gathers and scatters of equal numbers of rows between groups of one rank.
+        Of the same spec: gathers and scatters of rows between groups; of groups of several ranks with a ``seam``.
     codes : callable, optional
         ``codes(hook, rows)`` returns the layout of scales in which whoever reads what that hook returns takes
-        :class:`~fastlayers.quant.coded_rows.CodedRows`, or ``None``. Asked by a trusted layer's seam, and on one
-        rank by its norms, where ``codes.may(hook)`` says that it can be other than ``None``.
+        :class:`~fastlayers.quant.coded_rows.CodedRows`, or ``None``. Asked by a trusted layer's seam and moves, and on
+        one rank by its norms, where ``codes.may(hook)`` says that it can be other than ``None``.
 
     Attributes
     ----------

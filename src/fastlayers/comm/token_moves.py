@@ -110,7 +110,7 @@ class TokenMoves:
         self, parallel: ParallelSpec, workspace: Workspace | None, hidden_size: int, num_experts: int, top_k: int,
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
-        self.workspace = workspace
+        self.workspace, self.axis = workspace, parallel.tp
         self.exchange = ExpertExchange(
             parallel.tp, hidden_size, num_experts, top_k, workspace=workspace, device=device, dtype=dtype
         )
@@ -152,4 +152,4 @@ class TokenMoves:
     @property
     def evidence(self) -> list[str]:
         """As of :class:`~fastlayers.comm.seam.Seam`."""
-        return evidence_of(self.exchange)
+        return evidence_of(self.axis, None, self.exchange)

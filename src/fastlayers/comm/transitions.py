@@ -10,6 +10,8 @@
       (full MLP)   attn_full [Σ of 1], d>1    add residual, norm (own rows), gather                     full
                    attn_full Σ attn_tp, n>1   rank 0 of each group adds the residual to its partial     full
                                               sum, gather-partial, norm (all rows); residual: own slice
+                   the same, with a Seam      all-reduce, add residual, norm, gather of own rows        full
+                   and Moves
     prepare_mlp    attn_full Σ attn_tp        reduce-scatter over attn_tp, add residual, norm           scattered
       (scattered)  attn_full                  own slice, add residual, norm                             scattered
     postprocess    full Σ tp, d=1             nothing: the sum stays due until the next norm            attn_full Σ
@@ -33,13 +35,17 @@ Spread steps (``StepTokens.spread``), of many rows: the residual stays scattered
                    full, d>1                  own rows                                                  scattered
                    scattered                  nothing                                                   scattered
     finish         attn_full [Σ], scattered   sum and norm of own rows, all-gather over attn_tp         (a tensor)
+
+Where a model has a Seam, sums over a group are its, and "all-reduce, add residual, norm" is one operator; where it has
+Moves, rows cross groups by these, and "add residual, norm (own rows), gather" over tp is one. With both, so is the same
+over attn_tp, and the moves over tp are of each rank's own rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -68,9 +74,9 @@ class Transition(NamedTuple):
 class RankOps:
     """The collectives of one rank along the axes the communicator uses, and the moves built from them."""
 
-    # What sums over ranks in fewer launches, where there is one.
+    # What sums over the ranks of a group in fewer launches, where there is one.
     seam: Seam | None = None
-    # What gathers and scatters rows between groups of one rank each, where there is something quicker.
+    # What gathers and scatters rows between groups, where there is something quicker.
     moves: Moves | None = None
 
     def __init__(self, parallel: ParallelSpec) -> None:
@@ -86,10 +92,12 @@ class RankOps:
             return self.seam.all_reduce(x)
         return (self.tp if axis == "tp" else self.attn_tp).all_reduce_(x)
 
-    def gather_replicate(self, x: torch.Tensor, step: StepTokens) -> torch.Tensor:
-        """``attn_full`` → ``full``, values whole on each rank of a group."""
+    def gather_replicate(self, x: torch.Tensor, step: StepTokens, codes: str | None = None) -> Any:
+        """``attn_full`` → ``full``, values whole on each rank of a group; ``codes``: with :attr:`moves`, as codes."""
+        if self.moves is not None:
+            return self.moves.gather(self.attn_tp.own_slice(x), self._ragged(step), codes)
         if step.mode == "max_len":
-            return self.attn_dp.all_gather(x) if self.moves is None else self.moves.gather(x)
+            return self.attn_dp.all_gather(x)
         mine = x if self.attn_tp.rank == 0 else None
         return self.tp.gather_by_sum(mine, x, step.full_rows, step.offsets[self.attn_dp.rank])
 
@@ -109,9 +117,9 @@ class RankOps:
 
     def postprocess_sum(self, x: torch.Tensor, step: StepTokens) -> torch.Tensor:
         """``full`` with a sum over tp due → ``attn_full``: each rank gets its slice of the sum, summed once."""
+        if self.moves is not None:
+            return self.gather_group(self.moves.scatter(x, self._ragged(step)))
         if step.mode == "max_len":
-            if self.moves is not None:
-                return self.moves.scatter(x)
             return self.attn_tp.all_gather(self.tp.reduce_scatter(x))
         if self.attn_tp.size == 1:
             return self.tp.reduce_scatter_variable(x, step.rows)
@@ -120,19 +128,39 @@ class RankOps:
     def own_rows(self, hidden: Hidden) -> torch.Tensor:
         """``attn_full`` → ``scattered``: this rank's rows, summed over the group where a sum is due."""
         x, due = hidden.tensor, hidden.layout.pending
-        return self.attn_tp.reduce_scatter(x) if due else self.attn_tp.own_slice(x)
+        if self.attn_tp.size == 1:
+            return x
+        if not due:
+            return self.attn_tp.own_slice(x)
+        if self.seam is not None and self.seam.scatter is not None:
+            return self.seam.scatter(x)
+        return self.attn_tp.reduce_scatter(x)
+
+    def gather_group(self, x: torch.Tensor) -> torch.Tensor:
+        """``scattered`` → ``attn_full``: the rows of the own group's ranks."""
+        if self.seam is not None and self.seam.gather is not None:
+            found: torch.Tensor = self.seam.gather(x)
+            return found
+        return self.attn_tp.all_gather(x)
 
     def gather_own(self, x: torch.Tensor, step: StepTokens) -> torch.Tensor:
         """``scattered`` → ``full``: the rows of all ranks."""
-        if step.mode == "max_len":
-            return self.tp.all_gather(x) if self.moves is None else self.moves.gather(x)
-        return self.tp.all_gather_variable(x, self._sizes(step))
+        if self.moves is not None:
+            found: torch.Tensor = self.moves.gather(x, self._ragged(step))
+            return found
+        return self.tp.all_gather(x) if step.mode == "max_len" else self.tp.all_gather_variable(x, self._sizes(step))
 
     def scatter_sum(self, x: torch.Tensor, step: StepTokens) -> torch.Tensor:
         """``full`` with a sum over tp due → ``scattered``."""
+        if self.moves is not None:
+            return self.moves.scatter(x, self._ragged(step))
         if step.mode == "max_len":
-            return self.tp.reduce_scatter(x) if self.moves is None else self.moves.scatter(x)
+            return self.tp.reduce_scatter(x)
         return self.tp.reduce_scatter_variable(x, self._sizes(step))
+
+    def _ragged(self, step: StepTokens) -> list[int] | None:
+        """Return the rows of each rank where these are scattered, if they may differ."""
+        return None if step.mode == "max_len" else self._sizes(step)
 
     def _sizes(self, step: StepTokens) -> list[int]:
         """Return the rows of each rank where they are scattered."""
@@ -172,19 +200,36 @@ class Tables:
         made = seam.sum_norm(norm, spread=spread) if seam is not None else None
         if seam is None or made is None:
             return None
-        layer, module, codes = made, norm, self.codes
-        hook = HOOKS[0] if norm is self.norms[0] else HOOKS[1]
+        layer, module, hook = made, norm, HOOKS[0] if norm is self.norms[0] else HOOKS[1]
 
         def summed(hidden: Hidden, step: StepTokens | None) -> Rows:
-            rows = hidden.tensor.shape[0]
-            # Rows that pad a step are cut off before they are read.
-            whole = codes is not None and seam.codes and step is not None and sum(step.real) == rows
-            layout = codes(hook, rows) if whole else None  # type: ignore[misc]
+            layout = self._layout(hook, hidden.tensor.shape[0], step) if seam.codes else None
             found: tuple[torch.Tensor, torch.Tensor] = layer(hidden.tensor, hidden.residual, module.weight, layout)  # type: ignore[attr-defined]
             return found
 
-        coded = ", as codes and scales where FP8 products read them" if codes is not None else ""
-        return summed, f"{layer.choice}{' of own rows' if spread else ''}{coded}"
+        return summed, f"{layer.choice}{' of own rows' if spread else ''}{self.coded}"
+
+    @property
+    def coded(self) -> str:
+        """In words, whether rows may be codes."""
+        return ", as codes and scales where FP8 products read them" if self.codes is not None else ""
+
+    def _layout(self, hook: str, rows: int, step: StepTokens | None) -> str | None:
+        """Return the layout of scales in which so many rows of the own group may be codes.
+
+        Rows that pad a step are cut off before they are read.
+        """
+        codes = self.codes
+        if codes is None or step is None or step.real[self.ops.attn_dp.rank] != rows:
+            return None
+        return codes(hook, rows)
+
+    def _layout_of_all(self, step: StepTokens) -> str | None:
+        """Return the layout of scales in which an MLP takes the rows of all groups, those that pad them too."""
+        moves, codes = self.ops.moves, self.codes
+        if moves is None or codes is None or not moves.codes:
+            return None
+        return codes(HOOKS[1], step.full_rows)
 
     def whole(self) -> Iterator[Transition]:
         """Yield the table of steps whose residual is whole."""
@@ -226,47 +271,102 @@ class Tables:
             y, residual = normed(norm, hidden.tensor, hidden.residual)
             return ops.attn_tp.all_gather(y), residual
 
-        return Transition("prepare_attn", SCATTERED, SPREAD, gathered, "norm of own rows, all-gather")
+        made = self._gathered_in_group(norm) or (gathered, "norm of own rows, all-gather")
+        return Transition("prepare_attn", SCATTERED, SPREAD, *made)
+
+    def _gathered_in_group(self, norm: Norm) -> tuple[Move, str] | None:
+        """Return what adds the residual to own rows, norms them and gathers the group's, if that is one operator."""
+        seam = self.ops.seam
+        if seam is None or seam.gather is None or not seam.norms(norm):
+            return None
+        gather, size = seam.gather, self.ops.attn_tp.size
+
+        def gathered(hidden: Hidden, step: StepTokens | None) -> Rows:
+            layout = self._layout(HOOKS[0], hidden.tensor.shape[0] * size, step) if seam.codes else None
+            return gather.normed(norm, hidden.tensor, hidden.residual, None, layout)
+
+        return gathered, f"{gather.choice} behind the norm of own rows{self.coded}"
 
     def _mlp_full(self) -> Iterator[Transition]:
         ops, norm = self.ops, self.norms[1]
 
-        def residual_of(hidden: Hidden) -> torch.Tensor:
-            assert hidden.residual is not None
-            scattered = hidden.layout.residual == "scattered"
-            return ops.attn_tp.all_gather(hidden.residual) if scattered else hidden.residual
-
         def one_group(hidden: Hidden, _: StepTokens | None) -> Rows:
-            return normed(norm, ops.reduce_(hidden.tensor, hidden.layout.pending), residual_of(hidden))
+            return normed(norm, ops.reduce_(hidden.tensor, hidden.layout.pending), self._residual_of(hidden))
 
-        def norm_first(hidden: Hidden, step: StepTokens | None) -> Rows:
-            assert step is not None
-            y, residual = normed(norm, hidden.tensor, residual_of(hidden))
-            return ops.gather_replicate(y, step), residual
-
-        def gather_first(hidden: Hidden, step: StepTokens | None) -> Rows:
-            assert step is not None
-            full = ops.gather_partial(ops.add_residual_once(hidden.tensor, residual_of(hidden)), step)
-            return normed(norm, full, None)[0], ops.own_group(full, step)
-
-        fused = self.fused(norm)
+        fused = None if ops.many_groups else self.fused(norm)
         for residual in ("attn_full", "scattered"):
             for pending in (None, "attn_tp"):
                 given = Layout("attn_full", pending, residual)
                 made: tuple[Move, str]
-                if fused is not None and pending is not None and residual == "attn_full":
+                if ops.many_groups:
+                    made = self._gather_of_groups(pending)
+                elif fused is not None and pending is not None and residual == "attn_full":
                     made = fused
-                elif not ops.many_groups:
+                else:
                     made = (
                         (partial(add_and_norm, norm), "norm")
                         if ops.alone
                         else (one_group, f"{'all-reduce, ' * bool(pending)}norm")
                     )
-                elif pending and ops.attn_tp.size > 1:
-                    made = gather_first, "gather of partial sums, norm"
-                else:
-                    made = norm_first, "norm, gather"
                 yield Transition("prepare_mlp", given, Layout("full", None, "attn_full"), *made)
+
+    def _residual_of(self, hidden: Hidden) -> torch.Tensor:
+        """Return the residual of all rows of the own group."""
+        assert hidden.residual is not None
+        scattered = hidden.layout.residual == "scattered"
+        return self.ops.attn_tp.all_gather(hidden.residual) if scattered else hidden.residual
+
+    def _gather_of_groups(self, pending: str | None) -> tuple[Move, str]:
+        """Return what adds the residual to the rows of each group, norms them, and gathers those of all groups."""
+        ops, norm = self.ops, self.norms[1]
+        several = ops.attn_tp.size > 1
+
+        def gathered(y: torch.Tensor, step: StepTokens) -> Any:
+            layout = self._layout_of_all(step)
+            return ops.gather_replicate(y, step) if layout is None else ops.gather_replicate(y, step, layout)
+
+        def norm_first(hidden: Hidden, step: StepTokens | None) -> Rows:
+            assert step is not None
+            y, residual = normed(norm, hidden.tensor, self._residual_of(hidden))
+            return gathered(y, step), residual
+
+        def sum_first(hidden: Hidden, step: StepTokens | None) -> Rows:
+            assert step is not None and layer is not None
+            y, residual = layer(hidden.tensor, self._residual_of(hidden), norm.weight)  # type: ignore[attr-defined]
+            return gathered(y, step), residual
+
+        def gather_first(hidden: Hidden, step: StepTokens | None) -> Rows:
+            assert step is not None
+            full = ops.gather_partial(ops.add_residual_once(hidden.tensor, self._residual_of(hidden)), step)
+            return normed(norm, full, None)[0], ops.own_group(full, step)
+
+        moves, due = ops.moves, pending is not None and several
+        layer = ops.seam.sum_norm(norm) if due and moves is not None and ops.seam is not None else None
+        if not several and (at_once := self._normed_and_gathered(norm)) is not None:
+            return at_once
+        if due and layer is None:
+            return gather_first, "gather of partial sums, norm"
+        if moves is None:
+            return norm_first, "norm, gather"
+        words = f"{moves.gather.choice}{' of own rows' * several}{self.coded}"
+        return (norm_first, f"norm, {words}") if layer is None else (sum_first, f"{layer.choice}, {words}")
+
+    def _normed_and_gathered(self, norm: Norm) -> tuple[Move, str] | None:
+        """Return what adds the residual to own rows, norms them and gathers all ranks', if that is one operator.
+
+        The sum over a group, where one is due, comes before.
+        """
+        ops, moves = self.ops, self.ops.moves
+        if moves is None or not moves.norms(norm):
+            return None
+        gather = moves.gather
+
+        def at_once(hidden: Hidden, step: StepTokens | None) -> Rows:
+            assert step is not None
+            sizes, layout = ops._ragged(step), self._layout_of_all(step)
+            return gather.normed(norm, ops.own_rows(hidden), hidden.residual, sizes, layout)
+
+        return at_once, f"{gather.choice} behind the norm of own rows{self.coded}"
 
     def _mlp_scattered(self, residuals: tuple[str, ...]) -> Iterator[Transition]:
         ops, norm = self.ops, self.norms[1]
@@ -302,7 +402,11 @@ class Tables:
             else:
                 yield Transition("postprocess", SCATTERED, SCATTERED, keep, "nothing")
             return
-        moves = (sliced, "own group's rows"), (summed, "sum of own group's rows")
+        how, made, seam = "sum of own group's rows", ops.moves, ops.seam
+        if made is not None:
+            inner = f", {seam.gather.choice} in the group" if seam is not None and seam.gather is not None else ""
+            how = f"{made.scatter.choice} of own rows{inner or ', all-gather in the group' * (ops.attn_tp.size > 1)}"
+        moves = (sliced, "own group's rows"), (summed, how)
         yield from self._behind_full_mlp("attn_full", WHOLE, *moves)
 
     def _behind_full_mlp(
@@ -338,7 +442,7 @@ class Tables:
 
     def _norm_of_own_rows(self, norm: Norm, pending: str | None, *, wide: bool = False) -> tuple[Move, str]:
         """Return what adds and norms own rows and gathers them from the group, or (``wide``) from all ranks."""
-        ops = self.ops
+        ops, summed = self.ops, pending is not None and self.ops.attn_tp.size > 1
 
         def of_own_rows(hidden: Hidden, step: StepTokens | None) -> Rows:
             y, residual = normed(norm, ops.own_rows(hidden), hidden.residual)
@@ -347,7 +451,13 @@ class Tables:
             assert step is not None
             return ops.gather_own(y, step), residual
 
-        fused = self.fused(norm, spread=True) if pending is not None else None
+        if wide:
+            made = self._normed_and_gathered(norm)
+            scatter = ops.seam.scatter if ops.seam is not None else None
+            if made is not None:
+                before = f"{scatter.choice if scatter is not None else 'reduce-scatter'}, " if summed else ""
+                return made[0], before + made[1]
+        fused = self.fused(norm, spread=True) if pending is not None and not wide else None
         return fused or (of_own_rows, f"{'reduce-scatter, ' * bool(pending)}norm of own rows, all-gather")
 
     def _spread_postprocess(self) -> Iterator[Transition]:
@@ -364,5 +474,6 @@ class Tables:
         if self.place == "scattered":
             yield Transition("postprocess", SCATTERED, SCATTERED, keep, "nothing")
             return
-        moves = (sliced, "own rows"), (summed, "reduce-scatter")
+        how = f"{ops.moves.scatter.choice} of own rows" if ops.moves is not None else "reduce-scatter"
+        moves = (sliced, "own rows"), (summed, how)
         yield from self._behind_full_mlp("scattered", SCATTERED, *moves)

@@ -23,6 +23,7 @@ import torch
 from fastlayers.comm.parallel import AXES, Axis, ParallelSpec
 from fastlayers.comm.processes import AGAIN, ended, rank_lost
 from fastlayers.comm.ranks import TIMEOUT
+from fastlayers.comm.seam import Late
 
 GRACE = 5.0  # seconds that work may take whose rank has ended: it may have brought all that it had to
 _LOOK = 0.25  # seconds between two looks
@@ -38,8 +39,8 @@ class Watch:
     aborts : sequence of callable
         Each ends one communicator's kernels, and may itself never return.
     status : callable, optional
-        Returns the status word of the axis's arena (:class:`~fastlayers.comm.symmetric.Arena`) while the device is
-        busy; ``None``: not known now.
+        Returns, while the device is busy, one more than the global rank that a workspace's kernels waited for in vain;
+        0: none; ``None``: not known now.
     deadline_s : float
         How long a rank that lives is waited for.
     grace_s : float
@@ -59,10 +60,10 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     @staticmethod
-    def of(parallel: ParallelSpec, device: torch.device, status: torch.Tensor | None = None) -> Watch | None:
+    def of(parallel: ParallelSpec, device: torch.device, late: Sequence[Late] = ()) -> Watch | None:
         """Return the watch of a split model's steps, or ``None`` where no collective of theirs is captured.
 
-        ``status``: of the arena, on the device.
+        ``late``: of their workspaces, on the device.
         """
         from fastlayers.comm.collectives import by_nccl
 
@@ -70,7 +71,7 @@ class Watch:
         if device.type != "cuda" or not groups:
             return None
         aborts = [group.abort for group in groups.values()]
-        return Watch(parallel.tp, aborts, StatusReader(status) if status is not None else None)
+        return Watch(parallel.tp, aborts, LateReader(late) if late else None)
 
     def wait(self, event: Any) -> None:
         """Wait for an event, as ``event.synchronize()`` does.
@@ -134,20 +135,22 @@ def _watch(watch: weakref.ref[Watch]) -> None:
         time.sleep(_LOOK)
 
 
-class StatusReader:
-    """Reads a word of the device while that is busy: on a stream of its own, into memory that is there already."""
+class LateReader:
+    """Reads words of the device while that is busy: on a stream of its own, into memory that is there already."""
 
-    def __init__(self, status: torch.Tensor) -> None:
-        self.status, self.stream = status, torch.cuda.Stream(status.device)
-        self.word = torch.zeros(1, dtype=status.dtype, device="cpu", pin_memory=True)
+    def __init__(self, late: Sequence[Late]) -> None:
+        self.late, self.stream = late, torch.cuda.Stream(late[0].status.device)
+        self.words = torch.zeros(len(late), dtype=torch.int32, device="cpu", pin_memory=True)
         self.done: Any = None
 
     def __call__(self) -> int | None:
-        """Return what the last copy brought, and begin the next."""
+        """Return what the last copies brought, and begin the next."""
         if self.done is not None and not self.done.query():
             return None
-        found = int(self.word)
+        codes = zip(self.late, self.words.tolist(), strict=True)
+        found = next((late.named(code) + 1 for late, code in codes if code), 0)
         with torch.cuda.stream(self.stream), torch.inference_mode():
-            self.word.copy_(self.status[:1], non_blocking=True)
+            for place, late in enumerate(self.late):
+                self.words[place : place + 1].copy_(late.status[:1], non_blocking=True)
             self.done = self.stream.record_event()
         return found
