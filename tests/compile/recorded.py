@@ -425,16 +425,17 @@ def _ranks(recorder: Recorder) -> None:
             x, *norm, table, inbox, words, words, 1e-6, triton_push.NO_NORM if plain else 0, 3, ranks, 2**33, 0,
             triton_push.warps_of(hidden), triton_push.PROGRAMS, "col_tma4" if fp8 else "",
         )  # fmt: skip
-    for ranks, scatter, gather, quant in (
-        (2, True, False, 0), (2, False, True, 0), (2, True, True, 0), (8, True, True, 0), (2, False, True, 1),
-        (8, False, True, 1), (2, True, True, 1),
+    for ranks, scatter, gather, quant, normed in (
+        (2, True, False, 0, False), (2, False, True, 0, False), (2, True, True, 0, True), (8, True, True, 0, True),
+        (2, False, True, 1, False), (8, False, True, 1, False), (2, True, True, 1, True),
+        *((ranks, False, True, quant, True) for ranks in (2, 4, 8) for quant in (0, 1)),
     ):  # fmt: skip
-        both = scatter and gather
-        recorder.label = f"exchange-{ranks}-{'scatter' * scatter}{'gather' * gather}{'-fp8' * quant}"
+        name = f"{'scatter' * scatter}{'norm-' * (normed and not scatter)}{'gather' * gather}{'-fp8' * quant}"
+        recorder.label = f"exchange-{ranks}-{name}"
         x, weight = _empty(64, 7168, dtype=BF16), _empty(7168, dtype=BF16)
         triton_exchange._exchange_rows.function(
-            x, x if both else None, weight if both else None, x, x, table, x, table, table, words, words, words, 1e-6,
-            30, 1023, 3, ranks, 2**33, scatter, gather, 0 if both else triton_push.NO_NORM, 0,
+            x, x if normed else None, weight if normed else None, x, x, table, x, table, table, words, words, words,
+            1e-6, 30, 1023, 3, ranks, 2**33, scatter, gather, 0 if normed else triton_push.NO_NORM, 0,
             triton_exchange.CHUNK, quant * 2**20, 56, 1,
         )  # fmt: skip
     for ranks in (2, 8):
