@@ -17,6 +17,7 @@ from fastlayers.comm.all_reduce.layer import ALL_REDUCE, AllReduce, AllReduceCon
 from fastlayers.comm.expert_exchange.layer import ExpertExchange
 from fastlayers.comm.expert_exchange.triton_symm_mem import TritonExpertExchange
 from fastlayers.comm.fabric import Fabric, Workspace, _refusal
+from fastlayers.comm.gather_rows.collective import CollectiveGatherRows
 from fastlayers.comm.gather_rows.layer import GatherRows
 from fastlayers.comm.parallel import Axis
 from fastlayers.comm.rank_layer import with_limit
@@ -270,7 +271,12 @@ def normed_over_gloo(rank: Rank) -> None:
                 assert isinstance(found, CodedRows) and found.scales.stride() == scales.stride()
                 assert torch.equal(found.codes.view(torch.uint8), codes.view(torch.uint8))
                 assert torch.equal(found.scales, scales)
-    nobody = layer.normed(norm, own[:0], mine[:0], None, "row")
+    with pytest.MonkeyPatch.context() as patch:  # who has no rows launches nothing
+        patch.setattr(RMSNorm, "forward", lambda *given: pytest.fail("a norm of no rows"))
+        patch.setattr(
+            CollectiveGatherRows, "_quants", property(lambda self: pytest.fail("codes of no rows")), raising=False
+        )
+        nobody = layer.normed(norm, own[:0], mine[:0], None, "row")
     assert nobody[0].codes.shape == (0, 256) and nobody[1].shape == (0, 256)
     for wrong, words in (
         (lambda: layer.normed(norm, own.half(), mine), "GatherRows: x"),

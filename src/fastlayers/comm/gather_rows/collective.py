@@ -10,7 +10,7 @@ import torch
 from fastlayers.comm.collectives import collectives
 from fastlayers.comm.gather_rows.layer import GatherRowsConfig
 from fastlayers.comm.layouts import normed
-from fastlayers.quant.coded_rows import CodedRows
+from fastlayers.quant.coded_rows import CodedRows, empty_codes
 from fastlayers.quant.group_quant.layer import GROUP_QUANT, GroupQuantConfig, empty_scales
 from fastlayers.registry import Ladder
 
@@ -44,6 +44,9 @@ class CollectiveGatherRows:
         return CodedRows(*self._coded(own.codes, own.scales, codes, sizes)), x if h is None else h
 
     def _quantised(self, x: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+        if not x.shape[0]:  # nothing is launched
+            codes, scales = empty_codes(x, layout)
+            return codes, scales
         key = x.device.type, layout
         quant = self._quants.get(key)
         if quant is None:
