@@ -1,9 +1,9 @@
-"""Time launches of the router and of the rotary embedding, those of before against those of now.
+"""Time launches of the router, those of before against those of now.
 
-    python benchmarks/trials/small_ops_again.py --out FILE            on a GPU, all in one process and in turns
+    python benchmarks/trials/router_launch.py --out FILE              on a GPU, all in one process and in turns
     ... --small --device cpu                                          every line of it, on few tokens
 
-All points that ``performance.py --part small_ops`` times of both, and some around the edges between two launches. One
+All points that ``performance.py --part small_ops`` times of it, and some around the edges between two launches. One
 JSON line a variant: ``same`` says whether its outputs have the bits of ``before``, the launch that there was; ``now``
 is missing where nothing else is launched today. What is predicted, and what decides: ``benchmarks/notes/small_ops.md``.
 """
@@ -20,12 +20,9 @@ from unittest import mock
 
 import torch
 
-import fastlayers as fl
 from fastlayers.moe.router import triton as router_triton
 from fastlayers.moe.router.layer import RouterConfig
 from fastlayers.registry.spec import Case, spec_of
-from fastlayers.rotary import triton as rotary_triton
-from fastlayers.rotary.layer import RotaryConfig
 from fastlayers.tuning.clock import clock_for
 from fastlayers.tuning.sweep import case_at, inputs_of
 
@@ -34,7 +31,7 @@ from performance import small_ops
 from rows import Rows, arguments, finish
 from small_peers import small_peers
 
-# Tokens and warps of a program that routes, heads and warps of one that rotates.
+# Tokens and warps of a program.
 Variant = tuple[int, int] | None
 OSS = RouterConfig(32, 4, "softmax_after_topk", renormalize=False)
 QWEN = RouterConfig(128, 8)
@@ -42,13 +39,6 @@ ROUTED: dict[RouterConfig, dict[str, Variant]] = {
     OSS: {"8x2": (8, 2), "32x4": (32, 4), "32x8": (32, 8), "4x4": (4, 4), "8x8": (8, 8)},
     QWEN: {"2x2": (2, 2), "8x8": (8, 8)},
 }  # fmt: skip
-TURNED = {"8x1": (8, 1), "16x4": (16, 4), "32x8": (32, 8)}
-FEW = 64  # up to as many tokens the other launches of rotations are tried
-CHAINED = (
-    ("DeepSeek-V3", RotaryConfig(64, 64), (128, 1), (1, 16)),
-    ("Qwen3-8B", RotaryConfig(128, 128), (32, 8), (16, 64)),
-)  # fmt: skip
-CHAIN = "norm, rotary, norm, rotary"
 ROUNDS = 30
 
 
@@ -64,38 +54,6 @@ def routing(variant: Variant) -> Iterator[None]:
         router_triton._launch.cache_clear()
         yield
     router_triton._launch.cache_clear()
-
-
-@contextmanager
-def turning(variant: Variant, apart: bool = False) -> Iterator[None]:
-    """Rotate with programs of these heads and warps; ``apart``: launched when the kernel in front has ended."""
-
-    def given(tokens: int, angles_each: int) -> tuple[int, int, bool]:
-        heads, warps = variant or (0, 0)
-        return heads, warps, angles_each >= 32 * warps
-
-    def plainly(device: torch.device) -> dict[str, bool]:
-        return {"PDL": False}
-
-    chosen = rotary_triton._program if variant is None else given
-    launched = plainly if apart else rotary_triton.dependent_launch
-    with (
-        mock.patch.object(rotary_triton, "_program", chosen),
-        mock.patch.object(rotary_triton, "dependent_launch", launched),
-    ):
-        yield
-
-
-@contextmanager
-def turning_as_before() -> Iterator[None]:
-    """Rotate as before threads read their own angles."""
-
-    def given(tokens: int, angles_each: int) -> tuple[int, int, bool]:
-        few = tokens <= rotary_triton.FEW_TOKENS
-        return rotary_triton.HEADS_OF_FEW if few else rotary_triton.MOST_HEADS, 2, False
-
-    with mock.patch.object(rotary_triton, "_program", given):
-        yield
 
 
 class Trial:
@@ -162,83 +120,27 @@ def route(trial: Trial, model: str, case: Case) -> None:
     )  # fmt: skip
 
 
-def turn(trial: Trial, model: str, case: Case) -> None:
-    """Time a rotation."""
-    spec, cfg, tokens = spec_of("rotary"), case.cfg, case.shape["num_tokens"]
-    inputs = inputs_of("rotary", case, trial.device)
-    impl = rotary_triton.TritonRotary(cfg)
-    variants: dict[str, Callable[[], Any]] = {"before": turning_as_before}
-    chosen = rotary_triton._program(tokens, inputs["cos"].shape[1])
-    if chosen[2]:
-        variants["now"] = partial(turning, None)
-    if tokens <= FEW:
-        variants |= {name: partial(turning, variant) for name, variant in TURNED.items()}
-    variants["apart"] = partial(turning, None, True)
-    trial(
-        {"op": "rotary", "model": model, "tokens": tokens, "heads": list(case.shape["heads"]), "program": list(chosen)},
-        partial(spec.timed, impl, inputs, None), partial(spec.run, impl, inputs, None), variants,
-    )  # fmt: skip
-
-
-def chain(trial: Trial, model: str, cfg: RotaryConfig, heads: tuple[int, int], tokens: int) -> None:
-    """Time norms and rotations in turns: what a dependent launch is for."""
-    norm = fl.RMSNorm(cfg.head_dim, 1e-6, device=trial.device, dtype=torch.bfloat16, backend="triton")
-    norm.weight.data.fill_(1.0)
-    rope = rotary_triton.TritonRotary(cfg)
-    table = torch.linspace(-1, 1, 64 * cfg.rotary_dim // 2, device=trial.device).view(64, -1)
-    q, k = (torch.randn(tokens, count, cfg.head_dim, device=trial.device).bfloat16() for count in heads)
-    positions = torch.arange(tokens, device=trial.device) % 64
-
-    def call() -> dict[str, torch.Tensor]:
-        turned, keys = q, k
-        with torch.inference_mode():
-            for _ in range(2):
-                turned, found = rope(norm(turned), keys, table, table, positions)
-                keys = keys if found is None else found
-        return {"q": turned, "k": keys}
-
-    trial(
-        {"op": CHAIN, "model": model, "tokens": tokens, "heads": list(heads)}, call, call,
-        {"now": partial(turning, None), "apart": partial(turning, None, True)},
-    )  # fmt: skip
-
-
 def points(small: bool) -> Iterator[tuple[Callable[[Trial], None], dict[str, Any]]]:
     """Yield what is timed, the most wanted first, and what it is called."""
     seen = set()
 
-    def of(layer: str, model: str, cfg: Any, tokens: int, **more: Any) -> Any:
+    def of(model: str, cfg: Any, tokens: int, **more: Any) -> Any:
         count = tokens if not small else 2 if tokens < 512 else 17
-        if small and (layer, cfg, count, *more) in seen:
+        if small and (cfg, count, *more) in seen:
             return
-        seen.add((layer, cfg, count, *more))
-        case = case_at(layer, cfg, count)
+        seen.add((cfg, count, *more))
+        case = case_at("router", cfg, count)
         case = Case(case.name, cfg, dict(case.shape) | more, small=False)
-        op = {"router": route, "rotary": turn}[layer]
-        yield partial(op, model=model, case=case), {"op": layer, "model": model, "tokens": tokens}
+        yield partial(route, model=model, case=case), {"op": "router", "model": model, "tokens": tokens}
 
-    table = {
-        layer: [(item.model, item.cfg, count) for item in small_ops() if item.layer == layer for count in item.tokens]
-        for layer in ("router", "rotary")
-    }
-    table["router"].sort(key=lambda point: (point[1] != OSS, point[1] != QWEN, -point[2]))
-    yield from of("router", *table["router"][0])
-    for point in table["rotary"]:
-        if point[2] <= FEW:
-            yield from of("rotary", *point)
-    for model, rotation, heads, counts in CHAINED:
-        for tokens in counts[:1] if small else counts:
-            run = partial(chain, model=model, cfg=rotation, heads=heads, tokens=min(tokens, 2) if small else tokens)
-            yield run, {"op": CHAIN, "model": model, "tokens": tokens}
-    for point in table["router"][1:]:
-        yield from of("router", *point)
-    yield from of("router", "openai/gpt-oss-20b tp1", OSS, 4096, dtype=torch.bfloat16)
+    table = [(item.model, item.cfg, count) for item in small_ops() if item.layer == "router" for count in item.tokens]
+    table.sort(key=lambda point: (point[1] != OSS, point[1] != QWEN, -point[2]))
+    for point in table:
+        yield from of(*point)
+    yield from of("openai/gpt-oss-20b tp1", OSS, 4096, dtype=torch.bfloat16)
     for model, cfg in (("openai/gpt-oss-20b tp1", OSS), ("Qwen/Qwen3-30B-A3B tp1", QWEN)):
         for tokens in (257, 512, 1024, 16384):
-            yield from of("router", model, cfg, tokens)
-    for point in table["rotary"]:
-        if point[2] > FEW:
-            yield from of("rotary", *point)
+            yield from of(model, cfg, tokens)
 
 
 def main() -> None:
