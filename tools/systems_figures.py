@@ -16,9 +16,11 @@ from performance_rows import OURS, last_runs
 
 from fastlayers.attention.meta import AttentionBatch
 from fastlayers.attention.mla.prefix_chunks import MLAThresholds, select_path
+from fastlayers.registry import builtin_registry
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+TUNED = ROOT / "src" / "fastlayers" / "tuned"
 NEVER_SLOWER = 1.03
 OURS_OR_TORCH = (*OURS, "torch")
 Row = dict[str, Any]
@@ -62,12 +64,19 @@ def _against(file: str, layer: str, peer: str, keep: Callable[[Row], bool] = lam
 
 
 def _taken(file: str, layer: str, peer: str) -> Found:
-    """Return how what ``auto`` takes compares with the best where ours and a package's were timed."""
+    """Return how what ``auto`` takes compares with the best where ours and a package's were timed.
+
+    Of a layer without tuned tables ``auto`` takes the first of the registry's order, today's; else, what it took then.
+    """
+    order = [] if (TUNED / layer).is_dir() else [row.name for row in builtin_registry(layer).ranked]
     pairs = []
     for rows in _points(file, layer).values():
         own = [row["us"] for row in rows if row["backend"] in OURS]
         theirs = [row["us"] for row in rows if row["backend"].startswith(peer)]
         taken = [row["us"] for row in rows if row.get("auto")]
+        if order:
+            ranked = [row for row in rows if row["backend"] in order]
+            taken = [row["us"] for row in sorted(ranked, key=lambda row: order.index(row["backend"]))]
         pairs += [(taken[0], min(own + theirs))] if own and theirs and taken else []
     found = _share(pairs, f"the best of ours and {peer}")
     return found and (f"what `auto` takes: {found[0]}", found[1])
