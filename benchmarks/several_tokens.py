@@ -30,7 +30,8 @@ BOUND = 0.01
 BF16 = torch.bfloat16
 # New tokens a request, requests, cached tokens.
 VERIFIED: tuple[tuple[int, int, int], ...] = (
-    (4, 8, 4096), (4, 1, 4096), (4, 64, 2048), (2, 8, 1000), (8, 8, 4096), (3, 5, 70)
+    (4, 8, 4096), (4, 1, 4096), (4, 64, 2048), (2, 8, 1000), (8, 8, 4096), (3, 5, 70), (4, 6, 4096), (4, 8, 500),
+    (4, 64, 500),
 )  # fmt: skip
 # Pages of 64 for each request.
 WIDTH = 66
@@ -211,6 +212,7 @@ def flashmla(heads: int, each: int, requests: int, length: int) -> dict[str, Any
 
     uneven = (*(int(torch.randint(1, each + 1, (), generator=draw)) for _ in range(requests - 1)), each)
     row: dict[str, Any] = {"what": "flashmla", "heads": heads, "new": each, "requests": requests, "context": length}
+    row["capacity"] = 64 * WIDTH
     padded = ExtendBucket(max(16, requests * each), requests + 2, each)
     for name, new, cached, bucket in (
         ("uniform", (each,) * requests, (length,) * requests, None),

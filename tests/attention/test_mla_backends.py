@@ -319,6 +319,23 @@ def test_flashmla_verifies(
     assert bucket is None or len({schedule.data_ptr() for schedule in fake_flashmla}) == 1
 
 
+def test_captured_steps_that_verify_have_a_ladder_for_each_context() -> None:
+    row = Backend(
+        "verifies", Named, auto_on=("cpu",), phases=("decode", "ragged"), few_only=True, captures_extend=True,
+        auto_phases=("decode",), auto_from=lambda cfg: 9 if cfg.captured and cfg.context > CONTEXTS[0] else None,
+    )  # fmt: skip
+    MLA.add(row)
+    try:
+        layer = attention()
+        found = {}
+        for width in (4, 200):
+            meta = AttentionState(2, 32, width, 16).plan(AttentionBatch((), (), []), bucket=ExtendBucket(16, 2, 8))
+            found[width] = [type(layer.core(meta, tokens)) for tokens in (8, 9)]
+        assert found == {4: [TorchMLA, TorchMLA], 200: [TorchMLA, Named]}
+    finally:
+        MLA.ranked.remove(row)
+
+
 def test_steps_that_verify_have_a_ladder_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to eight new tokens a request; beyond, and for trees, it is another backend's."""
     monkeypatch.setattr(Named, "calls", [], raising=False)
@@ -345,11 +362,22 @@ def test_steps_that_verify_have_a_ladder_of_their_own(monkeypatch: pytest.Monkey
         MLA.ranked.remove(row)
 
 
-def test_auto_verifies_by_what_was_timed() -> None:
+def test_auto_verifies_by_what_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = replace(REAL, phase="ragged", few=True, lse=False)
     row = MLA.named("flashmla")
     assert row.auto_phases == ("decode",) and row.takes(cfg) and not row.takes(replace(cfg, few=False))
     assert MLA.choose(cfg, "H200").refused["flashmla"] == "taken by name only in ragged"
+    captured = replace(cfg, captured=True)
+    assert "sgl_kernel" in MLA.choose(captured, "H200").refused["flashmla"]  # the package alone is missing
+    monkeypatch.setattr(Backend, "why_not", lambda row, cfg, device, ahead=None: row.refusal(cfg, device))
+    for changes, wanted in (
+        ({}, "triton:31|flashmla"), ({"num_heads": 128, "context": 65536}, "triton:31|flashmla"),
+        ({"context": 1024}, "triton"), ({"num_heads": 8}, "triton"), ({"few": False}, "triton"),
+        ({"tree": True}, "triton"), ({"kv_dtype": E4M3, "fp8_math": True}, "triton"), ({"page_size": 16}, "triton"),
+    ):  # fmt: skip
+        assert MLA.choose(replace(captured, **changes), "H200").name == wanted, changes
+    assert MLA.choose(captured, "A100").name == "triton"
+    assert MLA.choose(cfg, "H200").name == "flashinfer_fa3"  # steps that are not captured: not timed against it
     with pytest.raises(NoBackendError, match="flashmla: of several new tokens a request it takes few alone"):
         MLA.choose(replace(cfg, few=False), "H200", "flashmla")
 

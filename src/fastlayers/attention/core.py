@@ -131,7 +131,8 @@ class AttentionCore(Layer):
         phase = meta.phase
         key = phase, min(meta.context, self._last_context) if phase == "decode" else 0
         if 0 < meta.max_query_len <= self.few and phase in ("extend", "captured"):
-            key = f"{phase} of few", 0
+            # What verifies drafts is captured for a context, as decode is.
+            key = f"{phase} of few", min(meta.context, self._last_context) if phase == "captured" else 0
         ladder = self._ladders.get(key)
         if ladder is None:
             ladder = self._ladders[key] = self._built(meta)

@@ -64,6 +64,9 @@ class Backend:
         For attention: whether of several new tokens a request it takes few alone (``cfg.few``).
     auto_phases : tuple[str, ...]
         Phases in which ``"auto"`` may take it; empty: all that it serves.
+    auto_from : callable, optional
+        ``auto_from(cfg)``: in a phase that is not among ``auto_phases``, from how many tokens on ``"auto"`` takes it
+        all the same, ahead of every other; ``None``: never.
     about : callable, optional
         ``about(cfg, device)``: what a package's binary does there by itself, in words; shown by ``backends``.
     """
@@ -81,6 +84,7 @@ class Backend:
     masks_trees: bool = False
     few_only: bool = False
     auto_phases: tuple[str, ...] = ()
+    auto_from: Callable[[Any], int | None] | None = None
     repeats_on: tuple[str, ...] = ()
     about: Callable[[Any, Device], str] | None = None
 

@@ -161,23 +161,31 @@ class Registry:
     def _choose_auto(self, cfg: Any, device: Device, built_only: bool) -> Choice:
         refused: dict[str, str] = {}
         able: list[Backend] = []
+        late: list[tuple[int, Backend]] = []
         for backend in self.ranked:
             if device.type not in backend.auto_on:
                 continue
             phase = getattr(cfg, "phase", "")
             timed = not backend.auto_phases or phase in backend.auto_phases
+            start = None if timed or backend.auto_from is None else backend.auto_from(cfg)
             unbuilt = partial(builds.unbuilt if built_only else builds.failed, self.layer, backend)
-            why = backend.why_not(cfg, device, unbuilt) if timed else f"taken by name only in {phase or 'every phase'}"
-            if why is None:
-                able.append(backend)
-            else:
+            named = f"taken by name only in {phase or 'every phase'}"
+            why = backend.why_not(cfg, device, unbuilt) if timed or start is not None else named
+            if why is not None:
                 refused[backend.name] = why
+            elif start is not None:
+                late.append((start, backend))
+            else:
+                able.append(backend)
         if not able:
             return self._last_resort(cfg, device, refused)
         known = [backend.name for backend in self.ranked]
         tuned = tuned_ladders.ladder_for(self.layer, cfg, device, {b.name: b for b in able}, known, refused)
         if tuned is not None:
             return Choice(self.layer, cfg, device, "auto", tuned.rungs, refused, tuned.evidence)
+        for start, backend in late:
+            if backend.weight_layout == able[0].weight_layout:
+                return Choice(self.layer, cfg, device, "auto", (Rung(start - 1, able[0]), Rung(None, backend)), refused)
         return Choice(self.layer, cfg, device, "auto", (Rung(None, able[0]),), refused)
 
     def _last_resort(self, cfg: Any, device: Device, refused: dict[str, str]) -> Choice:

@@ -187,6 +187,17 @@ def _flashmla_refuses(cfg: MLAConfig, device: Device) -> str | None:
     return _refuses_latents(cfg)
 
 
+# Tokens of a captured step that verifies drafts, from which on FlashMLA takes it: with 16 to 128 heads and contexts of
+# 2,048 and 4,096 it took 0.43 to 0.94 of Triton's time from 32 tokens on, and up to 2.4 of it at 16 tokens and fewer
+# (benchmarks/results/flashmla_h200.jsonl). Contexts of the class below were not timed with as many tokens.
+VERIFY_FROM, VERIFY_CONTEXT, VERIFY_HEADS = 32, 4096, 16
+
+
+def _flashmla_verifies_from(cfg: MLAConfig) -> int | None:
+    wide = cfg.kv_dtype == torch.bfloat16 and cfg.num_heads >= VERIFY_HEADS and cfg.context >= VERIFY_CONTEXT
+    return VERIFY_FROM if cfg.phase == "ragged" and cfg.few and cfg.captured and wide else None
+
+
 def _flashinfer_refuses(cfg: MLAConfig, device: Device) -> str | None:
     if device.capability is None or device.capability < (8, 0):
         return f"needs sm_80 or newer, this is {device.sm}"
@@ -276,7 +287,8 @@ MLA = Registry(
             phases=("decode", "ragged"),
             captures_extend=True,
             few_only=True,
-            auto_phases=("decode",),  # several tokens were not timed against other rows yet
+            auto_phases=("decode",),
+            auto_from=_flashmla_verifies_from,
         ),
         # Ahead of what converts such a cache to bf16: 1.7 to 2.5 times as fast with 128 heads.
         replace(
