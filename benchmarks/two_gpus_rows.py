@@ -278,7 +278,11 @@ class Rows:
             "nccl_gather_us": lambda: self.over.all_gather(own),
             "gather_us": lambda: move.gather(own),
             "gather_fp8_us": lambda: move.gather_quantised(own, layout="col_tma4"),
+            "gather_fp8_rows_us": lambda: move.gather_quantised(own),
             "norm_gather_fp8_us": lambda: move.gather_quantised(own, residual, self.norm.weight, 1e-6),
+            "norm_gather_fp8_columns_us": lambda: move.gather_quantised(
+                own, residual, self.norm.weight, 1e-6, layout="col_tma4"
+            ),
             "scatter_norm_gather_us": lambda: move.scatter_gather(x, residual, self.norm.weight, 1e-6),
             "scatter_norm_gather_fp8_us": lambda: move.scatter_gather(
                 x, residual, self.norm.weight, 1e-6, codes="col_tma4"

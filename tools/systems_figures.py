@@ -263,7 +263,8 @@ def narrow_rows() -> Found:
     if not rows:
         return None
     plain, wide, normed = (rows[-1][f"{name}_us"] for name in ("gather_fp8", "gather", "norm_gather_fp8"))
-    text = f"16,384 FP8 rows: {plain:.0f} µs, in bf16 {wide:.0f}; behind a norm in one launch {normed:.0f}"
+    text = f"16,384 FP8 rows, scales in columns: {plain:.0f} µs, in bf16 {wide:.0f}; "
+    text += f"behind a norm in one launch, scales in rows, {normed:.0f}"
     return text, f"16,384 FP8 rows take {plain:.0f} µs, 200 wanted" if plain > 200 else ""
 
 
