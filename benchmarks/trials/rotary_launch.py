@@ -110,13 +110,13 @@ class Point:
     peer: Callable[[], Any] | None = None
 
 
-def alone(model: str, cfg: RotaryConfig, tokens: int, small: bool, device: str) -> Point:
+def alone(model: str, cfg: RotaryConfig, tokens: int, small: bool, device: str, beside: bool = False) -> Point:
     """Return a rotation as ``performance.py`` times it."""
     spec, count = spec_of("rotary"), tokens if not small else 2 if tokens <= FEW else 17
     case = case_at("rotary", cfg, count)
     case = Case(case.name, cfg, dict(case.shape) | ({"max_position": 64} if small else {}), small=False)
     inputs, impl = inputs_of("rotary", case, device), rotary_triton.TritonRotary(cfg)
-    peers = small_peers("rotary", cfg) if device != "cpu" else {}
+    peers = small_peers("rotary", cfg) if beside else {}
     peer = partial(spec.timed, peers["flashinfer"](cfg), inputs, None) if "flashinfer" in peers else None
     what = {"op": "rotary", "model": model, "tokens": tokens, "heads": list(case.shape["heads"])}
     return Point(
@@ -169,7 +169,7 @@ def run(rows: Rows, small: bool, device: str, timed: bool, peer: bool) -> list[d
     for made in points(small, device):
         if rows.late(point=str(made.args[:3])):
             continue
-        point = made()
+        point = made(beside=peer) if made.func is alone else made()
         wanted, found = dict[str, torch.Tensor](), list[dict[str, Any]]()
         ready = dict[str, Timed]()
         for how in point.tried:
