@@ -50,7 +50,8 @@ def table() -> str:
         cells, first = [], next(row for row in found if row["what"] == what)
         for column in columns:
             # A run of an earlier commit has no row of a switch that came since.
-            row = next((r for r in found if r["what"] == what and (r["model"], r["batch"]) == column), {})
+            # Of several runs the last counts.
+            row = next((r for r in found[::-1] if r["what"] == what and (r["model"], r["batch"]) == column), {})
             cells.append(f"{row['ratio']:.3f}" if "ratio" in row else "")
         out.append(f"| {first['items']} | {what} | {first['quoted']} | {' | '.join(cells)} | {REASONS.get(what, '')} |")
     measured = {row["what"] for row in found}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,6 +33,7 @@ from fastlayers.tuning.clock import clock_for
 from fastlayers_models.blocks import SwiGLU
 
 _NONE = object()
+CAPTURED = "54"  # the item of captured steps
 Off = Callable[[], AbstractContextManager[Any]]
 # On a CPU: the same structure in small.
 _SMALL = {
@@ -396,6 +397,7 @@ SWITCHES = (
     Switch("activation that writes FP8 rows", "40", "an image", _activation_apart),
     Switch("dependent launches", "58", "+3 % (1 request), GPT-OSS-120B TP4", _no_dependent_launches),
 )  # fmt: skip
+ITEMS = (CAPTURED, *(switch.items for switch in SWITCHES))
 
 
 def stack_of(name: str, config: Mapping[str, Any], place: Any, dtype: Any, layers: int) -> Any:
@@ -413,9 +415,16 @@ def stack_of(name: str, config: Mapping[str, Any], place: Any, dtype: Any, layer
 
 def rows(
     name: str, config: Mapping[str, Any], batches: Sequence[int], context: int, layers: int, place: Any, dtype: Any,
-    rounds: int,
+    rounds: int, items: Collection[int] = (),
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Yield the run's description, then a row a switch and batch: microseconds off and on, and the ratio."""
+    """Yield the run's description, then a row a switch and batch: microseconds off and on, and the ratio.
+
+    ``items``: of these alone; empty: of all.
+    """
+
+    def asked(numbers: str) -> bool:
+        return not items or any(int(each) in items for each in numbers.split(", "))
+
     sizes = "small" if torch.device(place).type == "cpu" else "real"
     head = {"model": name, "sizes": sizes, "layers": layers, "context": context, "dtype": str(dtype)}
     yield describe_run(place) | head
@@ -424,9 +433,11 @@ def rows(
         for batch in batches:
             stack = Stack(model, batch, context)
             stack()  # packs, compiles and plans
-            yield {"model": name, "batch": batch, **captured_row(stack, rounds)}
+            if asked(CAPTURED):
+                yield {"model": name, "batch": batch, **captured_row(stack, rounds)}
             for switch in SWITCHES:
-                yield {"model": name, "batch": batch, **switch_row(switch, stack, rounds)}
+                if asked(switch.items):
+                    yield {"model": name, "batch": batch, **switch_row(switch, stack, rounds)}
 
 
 def switch_row(switch: Switch, stack: Stack, rounds: int) -> dict[str, Any]:
@@ -456,7 +467,7 @@ def switch_row(switch: Switch, stack: Stack, rounds: int) -> dict[str, Any]:
 
 def captured_row(stack: Stack, rounds: int) -> dict[str, Any]:
     """Time a step that is launched from Python against its captured graph, nothing cold."""
-    row: dict[str, Any] = {"what": "captured steps", "items": "54", "quoted": "about 5 x (1 request, whole model)"}
+    row: dict[str, Any] = {"what": "captured steps", "items": CAPTURED, "quoted": "about 5 x (1 request, whole model)"}
     if stack.model.device.type != "cuda":
         return row | {"skipped": "graphs are CUDA's"}
     timing = clock_for(stack.model.device, cold=False)

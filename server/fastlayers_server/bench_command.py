@@ -285,6 +285,7 @@ def register(app: typer.Typer, out: Console, err: Console, device_of: Any, dtype
         layers: Annotated[int, typer.Option(min=1, help="Decoder layers: one dense, the others with experts.")] = 2,
         dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32")] = "bf16",
         rounds: Annotated[int, typer.Option(min=1, help="Runs of which the median is taken.")] = 21,
+        items: Annotated[str, typer.Option(help="Only of these items of docs/systems.md, comma separated.")] = "",
         device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")] = "",
         as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line a row.")] = False,
     ) -> None:
@@ -295,8 +296,10 @@ def register(app: typer.Typer, out: Console, err: Console, device_of: Any, dtype
         config = config_of(name)
         if (kind := config.get("model_type")) not in ablation.SMALL:
             raise ArgumentError("bench ablation", "MODEL", f"{name!r} of type {kind!r}", ", ".join(ablation.SMALL))
-        batches = parse_tokens(batch, "--batch") or BATCHES
-        shown(
-            ablation.rows(name, config, batches, context, layers, device_of(device), dtype_of(dtype), rounds), as_json,
-            _show_ablation,
-        )  # fmt: skip
+        batches, place = parse_tokens(batch, "--batch") or BATCHES, device_of(device)
+        wanted = parse_tokens(items, "--items")
+        known = {int(each) for numbers in ablation.ITEMS for each in numbers.split(", ")}
+        if not known.issuperset(wanted):
+            raise ArgumentError("bench ablation", "--items", repr(items), f"of {', '.join(map(str, sorted(known)))}")
+        found = ablation.rows(name, config, batches, context, layers, place, dtype_of(dtype), rounds, wanted)
+        shown(found, as_json, _show_ablation)

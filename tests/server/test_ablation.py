@@ -166,6 +166,14 @@ def test_command() -> None:
     assert isinstance(other, ArgumentError) and "accepted: deepseek_v3, gpt_oss" in str(other)
 
 
+def test_items_alone() -> None:
+    arguments = ["bench", "ablation", "--device", "cpu", "--batch", "1", "--context", "20", "--rounds", "1", "--json"]
+    found = CliRunner().invoke(app, [*arguments, "--items", "28,44"])
+    assert [json.loads(line)["items"] for line in found.output.splitlines()[1:]] == ["28", "44, 45, 46"]
+    other = CliRunner().invoke(app, [*arguments, "--items", "3"]).exception
+    assert isinstance(other, ArgumentError) and "--items is '3'; accepted: of 2, 10, 11" in str(other)
+
+
 def test_the_table_shows_what_ran_and_why_the_rest_did_not() -> None:
     arguments = ["bench", "ablation", "--device", "cpu", "--batch", "1", "--context", "20", "--rounds", "1"]
     found = CliRunner().invoke(app, arguments)
