@@ -22,6 +22,7 @@ from fastlayers.comm.all_reduce.layer import AllReduce
 from fastlayers.comm.fabric import Fabric, Workspace
 from fastlayers.comm.gather_rows.layer import GatherRows
 from fastlayers.comm.parallel import Axis, ParallelSpec
+from fastlayers.comm.processes import gather_objects
 from fastlayers.comm.rank_layer import RankLayer
 from fastlayers.comm.scatter_rows.layer import ScatterRows
 from fastlayers.comm.sum_norm.layer import SumNorm
@@ -80,10 +81,7 @@ def alike_in_groups(parallel: ParallelSpec, workspace: Workspace) -> Workspace:
 
     Groups choose alike, so that all ranks have the same rows.
     """
-    import torch.distributed as dist
-
-    told: list[str | None] = [None] * parallel.tp.size
-    dist.all_gather_object(told, workspace.fabric.refusal, group=parallel.tp.group)
+    told: list[str | None] = gather_objects(workspace.fabric.refusal, parallel.tp, "LayerCommunicator: workspaces")
     first = next((rank for rank, why in enumerate(told) if why is not None), None)
     if first is None or workspace.fabric.refusal is not None:
         return workspace
