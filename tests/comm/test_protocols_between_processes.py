@@ -310,7 +310,7 @@ FAULTS = {
 def test_faults_are_named_after_one_deadline(fault: str, tmp_path: Path) -> None:
     dead = [1] if FAULTS[fault] else []
     found, late, waited = world(2).run(upset, str(tmp_path), fault, dying=dead)[0]
-    assert found[:2] == [True, True] and late == 1
+    assert found[:2] == [True, True] and late in ((1,) if dead else (0, 1))  # of two that live either gives up first
     assert not found[4], "a rank is lost, and its tokens came"
     assert found[2] == (FAULTS[fault] > 2)  # all that it had pushed has come, though its memory has no owner
     # One deadline is waited for, not one a call, and nothing once the status says so.

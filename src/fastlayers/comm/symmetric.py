@@ -75,15 +75,16 @@ class Arena:
     bases : sequence of int
         Address of the allocation on every rank.
     deadline_s : float
-        How long a kernel waits for another rank. Then it sets ``status`` on all ranks, and no kernel of their arenas
-        waits any more; what it returns is NaN. A rank that comes late would otherwise add up rows of later calls.
+        How long a kernel waits for another rank. Then it sets ``status`` and no kernel of this arena waits any more;
+        what it returns is NaN. Before the next sum of few rows, or exchange of tokens, sends anything, it sets all
+        ranks': one that comes too late would otherwise add up rows of later calls.
 
     Attributes
     ----------
     status : int32 Tensor ``[1]``
         0, or 1 + the rank that was waited for in vain, by whichever rank.
     alarm : int32 Tensor ``[2 + 2 * size]``
-        What kernels are given: the status word, an unused one, and the addresses of all ranks' status words.
+        What kernels are given: the status word, ``size``, and the addresses of all ranks' status words.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Arena:
         self.used, self.room = 0, buffer.numel() - alarm_bytes(size)
         place = -(-self.room // ALIGNMENT) * ALIGNMENT
         self.alarm = buffer[place : place + 8 + 8 * size].view(torch.int32)
-        self.alarm.zero_()
+        self.alarm[:2].copy_(torch.tensor([0, size]))
         self.alarm[2:].view(torch.int64).copy_(torch.tensor([base + place for base in self.bases]))
         self.status = self.alarm[:1]
 

@@ -108,7 +108,7 @@ def _exchange_kernel(
         weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     await_inputs(PDL)
     release_dependents(PDL)
-    late = tl.load(status_ptr)
+    late = tl.load(status_ptr)  # other kernels tell all ranks: registers are scarce here
     base = tl.load(state_ptr + 2 * program)
     turn = tl.load(state_ptr + 2 * program + 1) & 1
     step = CHUNK * programs
@@ -132,7 +132,7 @@ def _exchange_kernel(
                 for hop in tl.static_range(1, N):
                     giver = (rank + hop) % N
                     late = await_signal(flag_ptr + giver * programs + program, due, late, deadline_ns, status_ptr,
-                                        1 + giver, N)  # fmt: skip
+                                        1 + giver)  # fmt: skip
                 first = (chunk - 1) * step + program
                 for row in range(first, tl.minimum(chunk * step, share), programs):
                     at = tl.cast(row, tl.int64)
@@ -167,7 +167,7 @@ def _exchange_kernel(
         for hop in tl.static_range(1, N):
             giver = (rank + hop) % N
             late = await_signal(flag_ptr + (N + giver) * programs + program, last, late, deadline_ns, status_ptr,
-                                1 + giver, N)  # fmt: skip
+                                1 + giver)  # fmt: skip
     if PART == 0 or PART == 3:
         tl.store(state_ptr + 2 * program, last)
         tl.store(state_ptr + 2 * program + 1, turn + 1)
@@ -238,7 +238,7 @@ class Exchange:
         how = NO_NORM if weight is None else ROUNDINGS.index(rounding)
         _exchange_rows(
             x, residual, weight, y, summed, self.inbox.peers, self.inbox.tensor, self.outbox.peers, self.flags.peers,
-            self.flags.tensor, self.state, arena.alarm, eps, share, self.slots, arena.rank, arena.size,
+            self.flags.tensor, self.state, arena.status, eps, share, self.slots, arena.rank, arena.size,
             arena.deadline_ns, scatter, gather, how, part, self.chunk, *scales,
         )  # fmt: skip
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from fastlayers.comm.symmetric import Arena
-from fastlayers.comm.triton_signals import address, give_up, now, order
+from fastlayers.comm.triton_signals import address, given_up, now, order
 from fastlayers.errors import ArgumentError
 from fastlayers.integers import next_power_of_2
 from fastlayers.norm.rms_norm.layer import ROUNDINGS
@@ -63,7 +63,7 @@ def _arrived(inbox_ptr, turn, source, row, slots, hidden, column, due, late, dea
         missing = tl.max((bits == EMPTY).to(tl.int32), axis=0)
         if (missing != 0) & (now() >= limit):
             late = 1
-            give_up(status_ptr, 1 + source, N)
+            tl.store(status_ptr, 1 + source)
     tl.store(slot, tl.full(column.shape, EMPTY, WORD), mask=due)
     return bits, late
 
@@ -123,7 +123,7 @@ def _push_sum_kernel(
         weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     await_inputs(PDL)  # nothing is read or pushed before
     release_dependents(PDL)
-    late = tl.load(status_ptr)
+    late = given_up(status_ptr)
     if SINGLE:  # a program has one row, and keeps it
         x = tl.load(x_ptr + first.to(tl.int64) * x_stride + column, mask=inside, other=0.0)
         if PART != 2:

@@ -34,6 +34,20 @@ def address(table_ptr, index, dtype: tl.constexpr):
 
 
 @triton.jit
+def given_up(status_ptr):
+    """Return the own status word, and set those of all ranks if it is set: before anything of this call is sent.
+
+    Behind it lie their number and addresses, see :class:`fastlayers.comm.symmetric.Arena`.
+    """
+    late = tl.load(status_ptr)
+    if late != 0:
+        words = (status_ptr + 2).to(tl.pointer_type(tl.int64))
+        for rank in range(0, tl.load(status_ptr + 1)):
+            tl.store(tl.load(words + rank).to(tl.pointer_type(tl.int32)), late)
+    return late
+
+
+@triton.jit
 def signal(flag_ptr, value):
     """Set a flag after everything that this program has stored."""
     # An atomic whose result is unused waits for no other warp: all warps' stores first.
@@ -42,21 +56,13 @@ def signal(flag_ptr, value):
 
 
 @triton.jit
-def give_up(status_ptr, code, N: tl.constexpr):
-    """Set the status word of all ranks: behind it lie the addresses, see :class:`fastlayers.comm.symmetric.Arena`."""
-    words = (status_ptr + 2).to(tl.pointer_type(tl.int64))
-    for rank in tl.static_range(N):
-        tl.store(tl.load(words + rank).to(tl.pointer_type(tl.int32)), code)
-
-
-@triton.jit
-def await_signal(flag_ptr, value, late, deadline_ns, status_ptr, code, N: tl.constexpr):
+def await_signal(flag_ptr, value, late, deadline_ns, status_ptr, code):
     """Wait until a flag has reached ``value`` (counters may wrap); return 1 if ``late`` or after the deadline."""
     limit = now() + deadline_ns
     # The result of the atomic is used: Triton drops an unused one.
     while (tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") - value < 0) & (late == 0):
         if now() >= limit:
             late = 1
-            give_up(status_ptr, code, N)
+            tl.store(status_ptr, code)
     tl.debug_barrier()
     return late

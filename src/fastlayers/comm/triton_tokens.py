@@ -17,7 +17,7 @@ import triton.language as tl
 from fastlayers.comm.symmetric import Arena
 from fastlayers.comm.triton_exchange import PROGRAMS
 from fastlayers.comm.triton_push import warps_of
-from fastlayers.comm.triton_signals import address, await_signal, order, signal
+from fastlayers.comm.triton_signals import address, await_signal, given_up, order, signal
 from fastlayers.errors import ArgumentError
 from fastlayers.integers import next_power_of_2
 from fastlayers.operators import nothing, operator
@@ -41,7 +41,7 @@ def _await_all(flag_ptr, first, rank, value, late, deadline_ns, status_ptr, N: t
     for hop in tl.static_range(1, N):
         giver = (rank + hop) % N
         late = await_signal(
-            flag_ptr + (first + giver) * programs + program, value, late, deadline_ns, status_ptr, 1 + giver, N
+            flag_ptr + (first + giver) * programs + program, value, late, deadline_ns, status_ptr, 1 + giver
         )
     return late
 
@@ -57,7 +57,7 @@ def _dispatch_kernel(
     inside, chosen = column < hidden, k < K
     await_inputs(PDL)
     release_dependents(PDL)
-    late = tl.load(status_ptr)
+    late = given_up(status_ptr)
     last = tl.load(state_ptr + program) + 1
     if PART <= 1:
         _signal_all(flags_ptr, 0, rank, last, N)
@@ -97,7 +97,7 @@ def _combine_kernel(
     dtype: tl.constexpr = partial_ptr.dtype.element_ty
     await_inputs(PDL)
     release_dependents(PDL)
-    late = tl.load(status_ptr)
+    late = given_up(status_ptr)
     last = tl.load(state_ptr + program) + 1
     turn = last & 1
     if PART <= 1:
