@@ -171,9 +171,13 @@ def _suites() -> Iterator[Part]:
         "multigpu_suite", f"pytest {between} -m multigpu {suite}", "multigpu_suite_h200.json", 300,
         "10: 2; 14: 2", (), 2, PLAIN,
     )  # fmt: skip
-    for name, which, took in (("multigpu_models", "not sent", 100), ("multigpu_exchange", "sent", 45)):
+    models = "tests/models/test_models_on_two_gpus.py"
+    for name, paths, took in (
+        ("multigpu_models", f"{models} tests/models/test_logits_of_two_ranks.py -k 'not sent'", 140),
+        ("multigpu_exchange", f"{models} -k sent", 45),
+    ):
         yield Part(
-            name, f"pytest tests/models/test_models_on_two_gpus.py -m multigpu -k '{which}' {suite}",
+            name, f"pytest {paths} -m multigpu {suite}",
             f"{name}_h200.json", took, "14: 2, tokens of whole models", (), 2, PLAIN, noisy=True,
         )  # fmt: skip
     yield Part(
