@@ -308,14 +308,15 @@ def test_ranks_that_bring_other_rows_are_named(backend: str, tmp_path: Path) -> 
 def test_a_rank_that_leaves_a_call_out_is_named(backend: str, tmp_path: Path) -> None:
     """Rows of two calls meet then, which no kernel can tell: the step ends before its tokens are read."""
     found = world(2, backend).run(differ, str(tmp_path), "skip", timeout=120.0)
-    for verdicts, named, said, seconds in found:
+    for verdicts, named, _, seconds in found:
         assert named.startswith(
             "calls between ranks (0, 1), number 3 since ranks last agreed: rank 0 made SumNorm with "
             f"bfloat16[2, {HIDDEN}]; rank 1 made none"
         )
         assert verdicts[:2] == ["right", "wrong"] and seconds < DEADLINE + 20.0
-        assert said.startswith(LOST)
-    assert found[0][0][2] == "NaN"
+    # Who waits for the third call gives it up; whoever left one out has ended its own, maybe before it is told.
+    assert found[0][0][2] == "NaN" and found[0][2].startswith(LOST)
+    assert found[1][2] == "nothing" or found[1][2].startswith(LOST)
 
 
 @everywhere
