@@ -39,6 +39,8 @@ from rows import Rows, arguments, finish
 HIDDEN = 7168
 LAYOUT = "col_tma4"
 CHUNKS = (8, 4, 16)
+# With more a multiprocessor holds one program of 16 warps, and not two.
+REGISTERS = 64
 ROWS = (16384, 4096, 2048, 256)
 
 
@@ -101,7 +103,7 @@ def beside(move: Exchange, x: torch.Tensor, chunk: int, part: int = 0) -> tuple[
     beside_kernel[(move.state.shape[0],)](
         x, move.outbox.peers, move.flags.peers, move.flags.tensor, move.state, arena.status, x.stride(0), hidden, share,
         arena.rank, arena.deadline_ns, scales_at, s_group, N=arena.size, CHUNK=chunk, BLOCK=next_power_of_2(hidden),
-        PART=part, num_warps=warps_of(hidden), **order(x.device),
+        PART=part, num_warps=warps_of(hidden), maxnreg=REGISTERS, **order(x.device),
     )  # fmt: skip
     return codes, scales
 
@@ -186,7 +188,13 @@ def build_of(chunk: int) -> KernelBuild:
     signature |= dict.fromkeys(("deadline_ns", "scales_at"), "i64")
     given = {"N": 2, "CHUNK": chunk, "BLOCK": next_power_of_2(HIDDEN), "PART": 0, "PDL": True}
     return KernelBuild(
-        f"beside {chunk}", beside_kernel, signature, given, warps_of(HIDDEN), aligned=("x_stride", "hidden")
+        f"beside {chunk}",
+        beside_kernel,
+        signature,
+        given,
+        warps_of(HIDDEN),
+        aligned=("x_stride", "hidden"),
+        registers=REGISTERS,
     )
 
 
