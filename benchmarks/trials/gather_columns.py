@@ -64,8 +64,7 @@ def beside_kernel(
     if PART == 0 or PART == 2:
         for hop in tl.static_range(1, N):
             giver = (rank + hop) % N
-            late = await_signal(flag_ptr + giver * programs + program, last, late, deadline_ns, status_ptr, 1 + giver,
-                                N)  # fmt: skip
+            late = await_signal(flag_ptr + giver * programs + program, last, late, deadline_ns, status_ptr, 1 + giver)
         for block in range(program, tl.cdiv(share, CHUNK), programs):
             first = block * CHUNK
             kept = tl.zeros((BLOCK // 128, CHUNK), tl.float32)
@@ -91,7 +90,7 @@ def beside_kernel(
         for hop in tl.static_range(1, N):
             giver = (rank + hop) % N
             late = await_signal(flag_ptr + (N + giver) * programs + program, last, late, deadline_ns, status_ptr,
-                                1 + giver, N)  # fmt: skip
+                                1 + giver)  # fmt: skip
         tl.store(state_ptr + 2 * program, last)
 
 
