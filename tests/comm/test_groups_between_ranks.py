@@ -155,8 +155,8 @@ def communicate(rank: Rank, name: str, kind: str, folder: str) -> None:
 
 NAMES = (
     "dp2_graph", "dp2_sum_len", "dp2_idle_max_len", "dp2_idle_sum_len", "dp2_scattered", "dp2_tp2_graph",
-    "dp2_tp2_sum_len", "dp2_tp2_idle_sum_len",
-    "dp2_tp2_idle_max_len", "dp2_tp2_max_len_spread", "dp2_tp2_scattered", "dp2_tp2_no_tokens", "dp4_max_len",
+    "dp2_tp2_sum_len", "dp2_tp2_idle_sum_len", "dp2_tp2_idle_max_len", "dp2_tp2_max_len_spread",
+    "dp2_tp2_scattered", "dp2_tp2_no_tokens", "dp4_max_len",
 )  # fmt: skip
 
 
