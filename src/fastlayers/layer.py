@@ -236,19 +236,13 @@ def _check_move(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -
 
 
 def finalize(model: nn.Module) -> nn.Module:
-    """Call :meth:`Layer.finalize` on every layer of ``model``, one at a time, and return the model.
-
-    On CUDA, tuned tables that were made with other versions are checked: :func:`fastlayers.tuning.probe.probe_tables`.
-    """
-    from fastlayers.tuning.probe import probe_tables
-
+    """Call :meth:`Layer.finalize` on every layer of ``model``, one at a time, and return the model."""
     if not isinstance(model, nn.Module):
         raise ArgumentError("finalize", "model", repr(model), "an nn.Module")
     epoch_of(model)
     for module in model.modules():
         if isinstance(module, Layer):
             module.finalize()
-    probe_tables(model)
     return model
 
 

@@ -81,7 +81,7 @@ def h200(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, tmp_pa
         vars(made).update(attributes)
         monkeypatch.setitem(sys.modules, name, made)
     # Tensors stay on the host, where nothing is timed and nobody draws from what was not computed.
-    monkeypatch.setattr("fastlayers.tuning.probe.probe_tables", lambda model: None)
+    monkeypatch.setattr("fastlayers.runtime.warmup.probe_tables", lambda model: [])
     monkeypatch.setattr(Layer, "device_type", torch.device("cpu"))
     draw = fl.Sampler.forward
     monkeypatch.setattr(fl.Sampler, "forward", lambda *given, **more: draw(*given, **more).zero_())

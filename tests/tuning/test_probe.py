@@ -132,7 +132,7 @@ def test_only_tables_of_other_versions_are_probed_and_only_on_cuda(write: Callab
     write(str(torch.__version__))
     assert probe_module.probe_tables(fl.FP8BlockLinear(256, 128), lambda: KnownClock(99.0)) == []
     write("1.0")
-    assert probe_module.probe_tables(fl.FP8BlockLinear(256, 128)) == []  # as fl.finalize calls it, on a CPU
+    assert probe_module.probe_tables(fl.FP8BlockLinear(256, 128)) == []  # as fl.warmup calls it, on a CPU
     named = fl.FP8BlockLinear(256, 128, backend="torch")
     assert probe_module.probe_tables(named, lambda: KnownClock(99.0)) == []
     near = fl.FP8BlockLinear(512, 128)
@@ -169,3 +169,20 @@ def test_another_process_takes_what_was_found_until_something_changes(
     (record / "in the way").touch()
     assert again(14.0) == 14.0 and "cannot be written" in caplog.text
     assert list(tuning.probed_dir().glob("*.partial")) == []
+
+
+def test_a_warm_up_probes_and_loading_does_not(write: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def suspects(model: object, everywhere: bool) -> list[object]:
+        asked.append(model)
+        return []
+
+    monkeypatch.setattr(probe_module, "_suspects", suspects)
+    layer = fl.FP8BlockLinear(256, 128)
+    fl.finalize(layer)
+    assert asked == []
+    fl.warmup(layer, [1], progress=False, probe=False).watch.close()
+    assert asked == []
+    fl.warmup(layer, [1], progress=False).watch.close()
+    assert asked == [layer]

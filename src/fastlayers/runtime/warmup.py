@@ -29,7 +29,7 @@ from fastlayers.registry.spec import spec_of
 from fastlayers.runtime import builds, compile_log, kernel_cache, precompile
 from fastlayers.runtime.compile_log import CompileWatch
 from fastlayers.runtime.package_builds import Built, Module, PackageBuilds
-from fastlayers.tuning.probe import choices_of
+from fastlayers.tuning.probe import choices_of, probe_tables
 from fastlayers.tuning.probe_shapes import probe_shapes
 from fastlayers.tuning.table import probed_dir
 
@@ -116,7 +116,8 @@ def warmup(
         record stays with the caches. False: take what is built by now. Either way what was chosen automatically is
         chosen again, and captured steps are captured again where that is something else.
     probe : bool
-        Time, once for this device and these versions, the backends of shapes on CUDA that have no tuned table.
+        Time, once for this device and these versions, the backends of shapes on CUDA that have no tuned table, and
+        whether what a table of other versions takes is still the fastest.
     progress : bool
         Show a progress bar.
 
@@ -177,7 +178,10 @@ def _probe(module: Any, layers: Sequence[Layer], build: bool) -> list[Path]:
     model = module if isinstance(module, nn.Module) else getattr(module, "model", None)
     axis = axis_of(module)
     probes = isinstance(model, nn.Module) and (axis is None or axis.rank == 0)
-    written = probe_shapes(model, build=build) if probes and isinstance(model, nn.Module) else []
+    written: list[Path] = []
+    if probes and isinstance(model, nn.Module):
+        probe_tables(model)
+        written = probe_shapes(model, build=build)
     if axis is not None:
         written = share_tables(written, probed_dir(), axis)
     if written:

@@ -1,8 +1,9 @@
 """The short check of tuned tables that were made with other versions: does the first rung still win?
 
-Runs where a model is finalised or warmed up on CUDA, never in a constructor: it makes random operands of the layer's
-shape, times the ladder's first rung against the others and against the time in the table, and lets them go. What came
-of it is kept beside the kernels, for as long as table, packages and kernels are the same.
+Runs where a model is warmed up on CUDA, never in a constructor nor where one is loaded, whose first answer somebody
+waits for: it makes random operands of the layer's shape, times the ladder's first rung against the others and against
+the time in the table, and lets them go. What came of it is kept beside the kernels, for as long as table, packages and
+kernels are the same.
 """
 
 from __future__ import annotations
