@@ -283,10 +283,8 @@ GQA = Registry(
             "flashinfer_fa2", f"{_HERE}.flashinfer:FlashInferFA2", ("flashinfer.prefill:get_batch_prefill_module",),
             _refuse_flashinfer_fa2, phases=_UNPADDED,
         ),
-        Backend(
-            "sdpa", f"{_HERE}.sdpa:SDPA", ("torch.nn.attention.bias:causal_lower_right",), _refuse_sdpa,
-            phases=("extend",),
-        ),
+        # Its module asks torch for what every version that is taken has, and importing that may take seconds.
+        Backend("sdpa", f"{_HERE}.sdpa:SDPA", (), _refuse_sdpa, phases=("extend",)),
         replace(torch_backend(f"{_HERE}.torch:TorchGQA"), captures_extend=True, masks_trees=True),
         replace(reference_backend(f"{_HERE}.reference:ReferenceGQA"), masks_trees=True),
     ],
