@@ -425,6 +425,7 @@ HISTORY = {
     "tp8_layer_decode_h200.jsonl": "tp8_layer as far as it came, decode; benchmarks/notes/tp8_layer.md",
     "mla_chain_h200.jsonl": "latent attention in chains, sums of parts as before and as now; benchmarks/notes/mla.md",
     "mla_columns_h200.jsonl": "latent attention with heads as columns of wgmma; benchmarks/notes/mla.md",
+    "rotary_launch_h200.jsonl": "rotations launched early or behind the kernel in front; benchmarks/notes/small_ops.md",
     "fp8_second_product_h200.jsonl": "FP8 experts, second product over strips; benchmarks/notes/fused_moe_triton.md",
     "fp8_vectors_experts_h200.jsonl": "one token's FP8 experts by vectors; benchmarks/notes/fused_moe_triton.md",
     "fp8_vectors_linear_h200.jsonl": "one token's FP8 products by vectors; benchmarks/notes/fp8_linear.md",

@@ -371,7 +371,7 @@ def test_auto_verifies_by_what_was_timed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "sgl_kernel" in MLA.choose(captured, "H200").refused["flashmla"]  # the package alone is missing
     monkeypatch.setattr(Backend, "why_not", lambda row, cfg, device, ahead=None: row.refusal(cfg, device))
     for changes, wanted in (
-        ({}, "triton:31|flashmla"), ({"num_heads": 128, "context": 65536}, "triton:31|flashmla"),
+        ({}, "triton:23|flashmla"), ({"num_heads": 128, "context": 65536}, "triton:23|flashmla"),
         ({"context": 1024}, "triton"), ({"num_heads": 8}, "triton"), ({"few": False}, "triton"),
         ({"tree": True}, "triton"), ({"kv_dtype": E4M3, "fp8_math": True}, "triton"), ({"page_size": 16}, "triton"),
     ):  # fmt: skip

@@ -188,9 +188,10 @@ def _flashmla_refuses(cfg: MLAConfig, device: Device) -> str | None:
 
 
 # Tokens of a captured step that verifies drafts, from which on FlashMLA takes it: with 16 to 128 heads and contexts of
-# 2,048 and 4,096 it took 0.43 to 0.94 of Triton's time from 32 tokens on, and up to 2.4 of it at 16 tokens and fewer
-# (benchmarks/results/flashmla_h200.jsonl). Contexts of the class below were not timed with as many tokens.
-VERIFY_FROM, VERIFY_CONTEXT, VERIFY_HEADS = 32, 4096, 16
+# 2,048 and 4,096 it took 0.48 to 1.01 of Triton's time from 24 tokens on, and up to 2.4 of it at 16 tokens and fewer
+# (benchmarks/results/flashmla_h200.jsonl). A step that was captured for such contexts and meets short ones, of 500, is
+# slower by it with few tokens or heads: by up to 1.4 times; which it will meet is not known when it is captured.
+VERIFY_FROM, VERIFY_CONTEXT, VERIFY_HEADS = 24, 4096, 16
 
 
 def _flashmla_verifies_from(cfg: MLAConfig) -> int | None:
