@@ -14,6 +14,7 @@ launched, and where it was made.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -32,6 +33,7 @@ STEPS = ()  # in place of ranks: captured steps, which all ranks replay
 
 Call = tuple[Any, ...]
 _codes: dict[Call, int] = {}
+_places = itertools.count()
 
 
 def _code(call: Call) -> int:
@@ -52,18 +54,19 @@ def _words(call: Call) -> str:
 
 
 class Line:
-    """The calls along one set of ranks."""
+    """The calls along one set of ranks; ``last``: the place of the last one among those of all sets."""
 
-    __slots__ = ("calls", "count", "value")
+    __slots__ = ("calls", "count", "last", "value")
 
     def __init__(self) -> None:
-        self.count, self.value = 0, 0
+        self.count, self.value, self.last = 0, 0, -1
         self.calls: deque[Call] = deque(maxlen=KEPT)
 
     def add(self, call: Call) -> None:
         """Take the next call."""
         self.value = (self.value * _PRIME + (_codes.get(call) or _code(call))) & _MASK
         self.count += 1
+        self.last = next(_places)
         self.calls.append(call)
 
 
@@ -120,13 +123,15 @@ class Trail:
         return sum(line.value for line in self.lines.values()) & _MASK
 
     def recent(self) -> tuple[str, ...]:
-        """Return the last calls in words, of each line at most as many as are kept, and between whom; newest last.
+        """Return the last calls in words, of each line at most as many as are kept, and between whom.
+
+        The line of the newest call comes last.
 
         Those since ranks last compared, and those that they compared then.
         """
-        found = []
-        for ranks in sorted({*self.before, *self.lines}):
-            lines = [lines[ranks] for lines in (self.before, self.lines) if ranks in lines]
+        found, both = [], (self.before, self.lines)
+        every = {ranks: [lines[ranks] for lines in both if ranks in lines] for ranks in {*self.before, *self.lines}}
+        for ranks, lines in sorted(every.items(), key=lambda item: max(line.last for line in item[1])):
             calls = [_words(call) for line in lines for call in line.calls][-KEPT:]
             found += [call if ranks == STEPS else f"{call} between ranks {ranks}" for call in calls]
         return tuple(found)

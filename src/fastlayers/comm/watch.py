@@ -24,6 +24,7 @@ from fastlayers.comm.parallel import AXES, Axis, ParallelSpec
 from fastlayers.comm.processes import AGAIN, ended, rank_lost
 from fastlayers.comm.ranks import TIMEOUT
 from fastlayers.comm.seam import Late
+from fastlayers.runtime.streams import side_lock, side_stream
 
 GRACE = 5.0  # seconds that work may take whose rank has ended: it may have brought all that it had to
 _LOOK = 0.25  # seconds between two looks
@@ -136,10 +137,10 @@ def _watch(watch: weakref.ref[Watch]) -> None:
 
 
 class LateReader:
-    """Reads words of the device while that is busy: on a stream of its own, into memory that is there already."""
+    """Reads words of the device while that is busy: on the side stream, into memory that is there already."""
 
     def __init__(self, late: Sequence[Late]) -> None:
-        self.late, self.stream = late, torch.cuda.Stream(late[0].status.device)
+        self.late, self.stream = late, side_stream(late[0].status.device)
         self.words = torch.zeros(len(late), dtype=torch.int32, device="cpu", pin_memory=True)
         self.done: Any = None
 
@@ -149,8 +150,12 @@ class LateReader:
             return None
         codes = zip(self.late, self.words.tolist(), strict=True)
         found = next((late.named(code) + 1 for late, code in codes if code), 0)
-        with torch.cuda.stream(self.stream), torch.inference_mode():
-            for place, late in enumerate(self.late):
-                self.words[place : place + 1].copy_(late.status[:1], non_blocking=True)
-            self.done = self.stream.record_event()
+        if side_lock.acquire(blocking=False):  # held while something is captured there
+            try:
+                with torch.cuda.stream(self.stream), torch.inference_mode():
+                    for place, late in enumerate(self.late):
+                        self.words[place : place + 1].copy_(late.status[:1], non_blocking=True)
+                    self.done = self.stream.record_event()
+            finally:
+                side_lock.release()
         return found
