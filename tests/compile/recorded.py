@@ -32,9 +32,11 @@ from fastlayers.linear.fp8_block.layer import FP8LinearConfig
 from fastlayers.linear.fp8_scaled.layer import FP8ScaledLinearConfig
 from fastlayers.linear.int8.layer import Int8LinearConfig
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
+from fastlayers.moe.fused_moe.launch_config import candidates
 from fastlayers.moe.fused_moe.packages import deep_gemm
 from fastlayers.moe.fused_moe.swizzle import swizzle
 from fastlayers.moe.fused_moe.triton import mxfp4_hopper, mxfp4_plans, permute
+from fastlayers.moe.fused_moe.triton.backend import TritonFusedMoE
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.moe.placement.triton import TritonSlots
 from fastlayers.moe.router.triton import router_logits
@@ -294,6 +296,10 @@ def _rows(recorder: Recorder) -> None:
                 for case in _at("fused_moe", (4, 128, 4096), cfg):
                     recorder.label = f"fused_moe-{backend.__name__}-{case.name}"
                     _run("fused_moe", backend(cfg), case)
+    vectors = next(config for config in candidates(replace(V3_EXPERTS, dtype=BF16), 1) if config["m"] == 0)
+    for case in _at("fused_moe", (1,), replace(V3_EXPERTS, dtype=BF16)):
+        recorder.label = f"fused_moe-vectors-{case.name}"  # which no rule takes, but tables do
+        _run("fused_moe", TritonFusedMoE(case.cfg, vectors), case)
     ids, rows = _empty(128, 8, dtype=torch.int32), _empty(128, 7168, dtype=BF16)
     recorder.label = "fused_moe-rows"
     for layout in (permute.ROW_SCALES, permute.COLUMN_SCALES):
