@@ -5,8 +5,11 @@
     dp                   attention | gather | MLP or experts | scatter               rows of all groups
     dp, all-to-all       attention | dispatch | experts | combine                    rows to the experts that they chose
 
-    compute    layer_us + row_us · rows + max(bytes / rate, operations / flops)      bytes: weights and cached tokens
-               of several ranks reading takes ``among`` more, and a part ``row_split`` of the rows' µs is divided
+    compute    launches · launch_us + row_us · rows + max(weights / rate, operations / flops)
+               + max(cached tokens / rate, operations on them / attention_flops)
+               launches wait for each other, so a rank's share of a layer has as many of them as a whole layer; each
+               halving of a weight's width takes ``narrow`` more of its bytes' time; of the rows' µs a part
+               ``row_split`` is divided
     link       what two ranks took to send as many bytes each (linear between measured sizes); beyond one host
                also nic_us and bytes / nic_rate
 
@@ -14,7 +17,8 @@ Events: every rank has one compute unit and one link. A stage starts when its ba
 free; a link's when the last rank arrives, so a rank with busier experts keeps all others waiting. With two batches
 (``overlap``) one computes while the other's bytes are under way, and compute takes ``contention`` more meanwhile.
 
-From one GPU and from pairs of two come all numbers but those of :class:`Assumed`, which are not ours.
+From one GPU and from pairs of two come all numbers but those of :class:`Assumed`, which are not ours. No step of
+DeepSeek-V3's layers on two GPUs is among them.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from statistics import NormalDist
+from statistics import NormalDist, linear_regression
 from typing import Any
 
 from fastlayers.errors import ArgumentError, check_choice
@@ -34,7 +38,11 @@ _NAME = "overlap_sim"
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What a step reads and computes; ``attention``: weights of one layer as (split by heads, on every rank)."""
+    """What a step reads and computes; ``attention``: weights of one layer as (split by heads, on every rank).
+
+    ``kernels`` names the measured model whose kernels it runs; ``launches``: of a (dense, MoE) layer of it at one
+    request, beside those two norms or sums that a link's time holds.
+    """
 
     name: str
     layers: int
@@ -45,28 +53,41 @@ class ModelSize:
     cache_splits: bool  # by heads, over tp
     intermediate: int  # of dense layers
     dense_layers: int
+    kernels: str
+    launches: tuple[int, int]
     experts: int = 0
     top_k: int = 0
     expert_size: int = 0
     shared_size: int = 0
     weight_bytes: int = 2
     most_tp: int = 8  # heads of keys and values, where the cache splits by them
+    cache_operations: int = 0  # of all heads on one cached token in one layer, where bytes do not hide them
 
 
 def _gqa(hidden: int, heads: int, kv_heads: int, size: int) -> tuple[int, int]:
     return hidden * size * (2 * heads + 2 * kv_heads), 0
 
 
+_MLA_HEADS = 128
+
 MODELS: Mapping[str, ModelSize] = {
-    "qwen3_8b": ModelSize("Qwen3-8B", 36, 4096, 151936, _gqa(4096, 32, 8, 128), 4096, True, 12288, 36),
-    "qwen3_30b_a3b": ModelSize(
-        "Qwen3-30B-A3B", 48, 2048, 151936, _gqa(2048, 32, 4, 128), 2048, True, 0, 0, 128, 8, 768, most_tp=4
+    "qwen3_8b": ModelSize(
+        "Qwen3-8B", 36, 4096, 151936, _gqa(4096, 32, 8, 128), 4096, True, 12288, 36, "qwen3_8b", (7, 0)
     ),
+    "qwen3_30b_a3b": ModelSize(
+        "Qwen3-30B-A3B", 48, 2048, 151936, _gqa(2048, 32, 4, 128), 2048, True, 0, 0, "qwen3_30b_a3b", (0, 8),
+        128, 8, 768, most_tp=4,
+    ),
+    # Four of a MoE layer's launches are the router's and the experts'; a dense layer has three instead.
     "deepseek_v3": ModelSize(
-        "DeepSeek-V3", 61, 7168, 129280, (1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168, 7168 * (1536 + 576)),
-        1152, False, 18432, 3, 256, 8, 2048, 2048, 1, 128,
+        "DeepSeek-V3", 61, 7168, 129280,
+        (1536 * _MLA_HEADS * 192 + 512 * _MLA_HEADS * 256 + _MLA_HEADS * 128 * 7168, 7168 * (1536 + 576)),
+        1152, False, 18432, 3, "deepseek_v3", (13, 14), 256, 8, 2048, 2048, 1, _MLA_HEADS,
+        cache_operations=2 * _MLA_HEADS * (576 + 512),
     ),
 }  # fmt: skip
+# What was measured of it on one and two GPUs: eight MoE layers, when the kernels took more launches.
+SLICE = replace(MODELS["deepseek_v3"], layers=8, dense_layers=0, launches=(0, 21))
 
 
 @dataclass(frozen=True)
@@ -90,11 +111,12 @@ class Calibration:
 
     rate: float  # bytes of HBM a second
     flops: Mapping[int, float]  # by bytes of a weight
-    layer_us: Mapping[str, float]  # of a layer without a byte read: "dense", "moe"
+    attention_flops: float  # of latent attention
+    launch_us: Mapping[str, float]  # of a launch without a byte read, by ModelSize.kernels
     row_us: Mapping[str, float]
+    narrow: Mapping[str, float]  # by how much a weight of half the width reads slower
     norm: Widths
     links: Mapping[str, Widths]  # sum, sum_nccl, two_shot, gather, scatter, dispatch, combine
-    among: float = 0.0
     row_split: float = 0.0
     exchange_us: float = 0.0  # of groups, before each step
     assumed: Assumed = field(default_factory=Assumed)
@@ -194,21 +216,30 @@ def _experts_us(
         pairs = sum(tokens * chance[e] / counts[e] for e in held)
         # Of several ranks one is the busiest by chance, and all wait for it.
         active = min(len(held), sum(hit) + unlucky * math.sqrt(sum(p * (1 - p) for p in hit)))
-        us = _work_us(found, split.ranks, active * each / inner, 2 * pairs * each / inner, model.weight_bytes)
+        us = _work_us(found, model, inner, active * each / inner, 2 * pairs * each / inner)
         of_ranks += [us] * inner
     return tuple(of_ranks)
 
 
-def _work_us(found: Calibration, ranks: int, weights: float, operations: float, width: int, cached: float = 0) -> float:
-    """Return the µs of ``weights`` of ``width`` bytes and ``cached`` bytes read, and of operations, on one of ranks."""
-    size = (1 + found.among * (ranks > 1)) * (weights * width + cached)
+def _work_us(
+    found: Calibration, model: ModelSize, parts: int, weights: float, operations: float, width: int = 0
+) -> float:
+    """Return the µs of one of ``parts`` that weights are divided into; ``width``: bytes of one, not the model's."""
+    width = width or model.weight_bytes
+    size = (1 + found.narrow[model.kernels] * math.log2(parts)) * weights * width
     return max(size / found.rate, operations / found.flops[width]) * 1e6
 
 
-def _fixed_us(found: Calibration, dense: bool, rows: float, ranks: int) -> float:
+def _cached_us(found: Calibration, model: ModelSize, tp: int, tokens: float) -> float:
+    """Return the µs of attention over so many cached tokens in one layer."""
+    size = tokens * model.cache_bytes / (tp if model.cache_splits else 1)
+    return max(size / found.rate, tokens * model.cache_operations / tp / found.attention_flops) * 1e6
+
+
+def _fixed_us(found: Calibration, model: ModelSize, dense: bool, rows: float, ranks: int) -> float:
     """Return half of what a layer takes beside its bytes; ``ranks``: over which its work is divided."""
-    kind = "dense" if dense else "moe"
-    return (found.layer_us[kind] + found.row_us[kind] * rows * (1 - found.row_split * (1 - 1 / ranks))) / 2
+    launches = model.launches[0 if dense else 1] * found.launch_us[model.kernels]
+    return (launches + found.row_us[model.kernels] * rows * (1 - found.row_split * (1 - 1 / ranks))) / 2
 
 
 def layer_stages(
@@ -218,15 +249,13 @@ def layer_stages(
     """Return the stages of one layer; ``rows``: tokens of one attention group."""
     n = split.ranks
     per_head, everywhere = model.attention
-    cached = rows * context * model.cache_bytes / (split.tp if model.cache_splits else 1)
     own = per_head / split.tp + everywhere
-    attention = _work_us(found, n, own, 2 * rows * own, model.weight_bytes, cached)
-    attention += _fixed_us(found, dense, rows, split.tp)
+    attention = _work_us(found, model, split.tp, own, 2 * rows * own)
+    attention += _cached_us(found, model, split.tp, rows * context) + _fixed_us(found, model, dense, rows, split.tp)
     tokens = rows * split.dp
     spread = model.intermediate if dense else model.shared_size
     inner = 3 * model.hidden * spread / n
-    shared = _work_us(found, n, inner, 2 * tokens * inner, model.weight_bytes)
-    mlp = [shared + _fixed_us(found, dense, tokens, n)] * n
+    mlp = [_work_us(found, model, n, inner, 2 * tokens * inner) + _fixed_us(found, model, dense, tokens, n)] * n
     if not dense:
         routed = _experts_us(model, split, tokens, found, zipf, eplb)
         mlp = [a + b for a, b in zip(mlp, routed, strict=True)]
@@ -280,7 +309,7 @@ def step_ms(
         stages.append(layers)
     # The head stays in bf16, and in the attention group.
     head = model.vocab * model.hidden / split.tp
-    us = run(stages, found.assumed.contention) + _work_us(found, split.ranks, head, 2 * rows * head, 2)
+    us = run(stages, found.assumed.contention) + _work_us(found, model, split.tp, head, 2 * rows * head, 2)
     return (us + (found.exchange_us if split.dp > 1 else 0.0)) / 1e3
 
 
@@ -297,20 +326,27 @@ def memory_bytes(model: ModelSize, split: Split, batch: int, context: int) -> fl
 
 
 def calibrate(
-    decode: Iterable[Mapping[str, Any]], rows: Iterable[Mapping[str, Any]], rate: float, flops: Mapping[int, float]
-) -> Calibration:
+    decode: Iterable[Mapping[str, Any]], rows: Iterable[Mapping[str, Any]], rate: float, flops: Mapping[int, float], *,
+    slices: Iterable[Mapping[str, Any]], attention_flops: float, narrow: float,
+) -> Calibration:  # fmt: skip
     """Return the :class:`Calibration` of committed results.
 
     Parameters
     ----------
     decode : rows of ``two_gpus_decode``
-        Those of one GPU; those over symmetric memory with early starts, for :attr:`Calibration.among` and
+        Those of one GPU; those over symmetric memory with early starts, for :attr:`Calibration.narrow` of bf16 and
         :attr:`Calibration.row_split`; and two groups of one request, for what they exchange before a step.
     rows : rows of ``two_gpus_rows``
     rate : float
         Bytes a second of a copy in HBM.
     flops : mapping
         Operations a second of the experts' best kernel, by bytes of a weight.
+    slices : rows of ``two_gpus_slice``
+        Those of one GPU.
+    attention_flops : float
+        Operations a second of latent attention on one GPU.
+    narrow : float
+        :attr:`Calibration.narrow` of FP8, from one GPU; see :func:`narrow_of`.
     """
     kept = list(rows)
 
@@ -330,20 +366,21 @@ def calibrate(
         "scatter": points("exchange_time", "scatter_us", share=0.5),
         "dispatch": points("tokens", "dispatch_us", "tokens"), "combine": points("tokens", "combine_us", "tokens"),
     }  # fmt: skip
-    found = Calibration(rate, flops, {}, {}, points("sum_norm_time", "norm_us"), links)
+    zero = dict.fromkeys(MODELS, 0.0)
+    norm = points("sum_norm_time", "norm_us")
+    found = Calibration(rate, flops, attention_flops, zero, zero, {**zero, "deepseek_v3": narrow}, norm, links)
     steps = list(decode)
-    for name, kind in (("qwen3_8b", "dense"), ("qwen3_30b_a3b", "moe")):
-        model, zero = MODELS[name], dict.fromkeys(("dense", "moe"), 0.0)
-        bare = replace(found, layer_us=zero, row_us=zero)
+    for name, model, measured in (
+        *((name, MODELS[name], steps) for name in ("qwen3_8b", "qwen3_30b_a3b")), ("deepseek_v3", SLICE, slices),
+    ):  # fmt: skip
         left = {
-            r["batch"]: (r["device_ms"] - step_ms(model, Split(), r["batch"], bare)) * 1e3 / model.layers
-            for r in steps if r.get("what") == "decode" and r["model"] == name and r["ranks"] == 1
+            r["batch"]: (r["device_ms"] - step_ms(model, Split(), r["batch"], found)) * 1e3 / model.layers
+            for r in measured if r.get("what") == "decode" and r["model"].startswith(name) and r["ranks"] == 1
         }  # fmt: skip
         first, last = min(left), max(left)
         row = max(0.0, (left[last] - left[first]) / (last - first))
-        found = replace(
-            found, layer_us={**found.layer_us, kind: left[first] - row * first}, row_us={**found.row_us, kind: row}
-        )
+        launch = (left[first] - row * first) / max(model.launches)
+        found = replace(found, launch_us={**found.launch_us, name: launch}, row_us={**found.row_us, name: row})
     found = _among_ranks(found, [r for r in steps if r.get("what") == "decode" and r.get("early")])
     groups = [r for r in steps if r.get("what") == "decode_groups" and r["requests"] == r["dp"]]
     for r in groups:
@@ -354,28 +391,40 @@ def calibrate(
 
 
 def _among_ranks(found: Calibration, steps: Sequence[Mapping[str, Any]]) -> Calibration:
-    """Return the calibration with what several ranks change: least squares of relative errors."""
+    """Return the calibration with what two ranks change for bf16 models: least squares of relative errors."""
     a = b = c = d = e = 0.0
     for r in steps:
         model, split = MODELS[r["model"]], Split(r["ranks"])
         base = step_ms(model, split, r["batch"], found)
-        others = replace(found, among=1.0), replace(found, row_split=1.0)
+        others = replace(found, narrow={**found.narrow, r["model"]: 1.0}), replace(found, row_split=1.0)
         by = [step_ms(model, split, r["batch"], other) - base for other in others]
         x, y, left = by[0] / r["device_ms"], by[1] / r["device_ms"], 1 - base / r["device_ms"]
         a, b, c, d, e = a + x * x, b + x * y, c + y * y, d + x * left, e + y * left
     determinant = a * c - b * b
     if determinant <= 0:
         return found
-    return replace(found, among=(c * d - b * e) / determinant, row_split=(a * e - b * d) / determinant)
+    narrow = dict.fromkeys((r["model"] for r in steps), (c * d - b * e) / determinant)
+    return replace(found, narrow={**found.narrow, **narrow}, row_split=(a * e - b * d) / determinant)
+
+
+def narrow_of(whole: Mapping[int, float], parts: Mapping[int, float], ranks: int) -> float:
+    """Return by how much each halving of the width slows reading down: µs by tokens, of whole weights and of a part.
+
+    Least squares: what a part takes more than its share of the whole's time, in proportion to that share. What does
+    not grow with it is launches.
+    """
+    share = [whole[tokens] / ranks for tokens in sorted(whole)]
+    more = [parts[tokens] - us for tokens, us in zip(sorted(whole), share, strict=True)]
+    return linear_regression(share, more).slope / math.log2(ranks)
 
 
 def varied(found: Calibration, by: float = 0.2) -> list[Calibration]:
     """Return calibrations that differ in one parameter each, by so much up and down."""
     made = []
     for times in (1 - by, 1 + by):
-        for name in ("rate", "among", "row_split", "exchange_us"):
+        for name in ("rate", "attention_flops", "row_split", "exchange_us"):
             made.append(replace(found, **{name: getattr(found, name) * times}))
-        for name in ("layer_us", "row_us", "flops"):
+        for name in ("launch_us", "row_us", "narrow", "flops"):
             other: Any = {k: v * times for k, v in getattr(found, name).items()}
             made.append(replace(found, **{name: other}))
         slower = {
