@@ -264,7 +264,7 @@ def page(result: dict[str, Any]) -> str:
     steps = result["accepted"] + result["slices"]
     unseen = [row for row in result["accepted"] if not row["used"]]
     layers = [row for row in result["slices"] if not row["used"]]
-    known = [row["error"] for row in steps if row["used"]]
+    old = [row["error"] for row in steps if row["used"]]
     worst = max(layers, key=lambda row: abs(row["error"]))
     us, node = result["calibration"]["launch_us"], result["published_node_tokens"]
     measured = {
@@ -287,8 +287,8 @@ def page(result: dict[str, Any]) -> str:
         f"What the simulated times are accepted by, within {ACCEPTED:.0%} each: the other {len(unseen)} steps of Qwen3 "
         f"on two GPUs, simulated with {_span(row['error'] for row in unseen)}, and the {len(layers)} steps of "
         "DeepSeek-V3's layers on two GPUs, 1 to 128 requests of 88 and 4,096 tokens, none of which the calibration has "
-        f"seen, simulated with {_span(row['error'] for row in layers)}. The {len(known)} that it has seen are simulated "
-        f"with {_span(known)}. Which terms are simulated was chosen with these errors in view, but no number was fitted "
+        f"seen, simulated with {_span(row['error'] for row in layers)}. The {len(old)} that it has seen are simulated "
+        f"with {_span(old)}. Which terms are simulated was chosen with these errors in view, but no number was fitted "
         f"to them; the largest, {worst['error']:+.1%}, is of {worst['batch']} requests of {worst['context']:,} tokens, "
         f"{worst['split']}.",
         f"Those layers took {SLICE.launches[1] + 2} launches each, and today's take "
