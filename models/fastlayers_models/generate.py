@@ -329,9 +329,10 @@ class Generator:
         return batch
 
     def close(self) -> None:
-        """Give back what was captured; of a split model before its process group is ended."""
-        if self.step.graphs is not None:
-            self.step.graphs.clear()
+        """Give back what was captured; of a split model before its process group is ended, behind the last stream."""
+        with self._alone("close"):
+            if self.step.graphs is not None:
+                self.step.graphs.clear()
 
     def report(self) -> list[str]:
         """Return which steps were captured, what each graph cost, and why others ran uncaptured; for ``explain``."""

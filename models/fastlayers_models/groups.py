@@ -131,7 +131,7 @@ class GroupStep(RankStep):
                 found = [_INTENT.unpack(each) for each in self._board.exchange(_INTENT.pack(*intent, value))]
             except RankLostError as error:
                 if self._outbox.watch is not None:  # the step that runs may need that rank, too
-                    self._outbox.watch.give_up(str(error))
+                    self._outbox.watch.give_up("a rank is lost, as the exchange before a step has said", error.rank)
                 raise
         else:
             mine = torch.tensor([[*intent, value]], dtype=torch.int64, device=self.model.device)

@@ -308,10 +308,11 @@ class _Slot:
             again = "nothing of this step is right: make the model again, on all"
             raise rank_lost(f"Pending.tokens: {lost}; {again}", "a sum over ranks", rank)
 
-    def give_up(self, error: Exception) -> None:
+    def give_up(self, error: RankLostError) -> None:
         """End what the device still does with other ranks, behind this step: nobody would ever end it."""
         if self.watch is not None:
-            self.watch.give_up(str(error))
+            who = "a rank is lost" if error.rank is None else f"rank {error.rank} is lost"
+            self.watch.give_up(f"{who}, as a step before has said", error.rank)
 
     def lost(self) -> int | None:
         """Return the rank that was waited for in vain before these tokens were made, or ``None``."""

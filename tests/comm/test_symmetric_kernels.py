@@ -225,6 +225,24 @@ def test_late_ranks_are_named_and_nothing_hangs() -> None:
     assert bool(again.isnan().all())
 
 
+@pytest.mark.parametrize("scatter", [False, True])
+def test_who_comes_too_late_to_an_exchange_takes_no_rows_of_later_calls(scatter: bool) -> None:
+    arenas = local_arenas(2, Exchange.nbytes_for(2, 8, torch.bfloat16, 2, 1), deadline_s=0.0)
+    moves = [Exchange(arena, 8, torch.bfloat16, 2, 1) for arena in arenas]
+
+    def call(rank: int, value: float) -> torch.Tensor:
+        x = torch.full((4 if scatter else 2, 8), value, dtype=torch.bfloat16)
+        return moves[rank].scatter(x)[0] if scatter else moves[rank].gather(x)[0]
+
+    for value in (10.0, 20.0, 30.0):  # the first gives rank 1 up
+        call(0, value)
+    assert arenas[0].failed() == 1 and arenas[1].failed() is None
+    found = call(1, 1.0)  # what was sent to it before is there still
+    assert bool((found == 11.0).all()) if scatter else found[:, 0].tolist() == [10.0, 10.0, 1.0, 1.0]
+    call(1, 1.0)
+    assert arenas[1].failed() == 0
+
+
 def test_arena_never_grows() -> None:
     arena = local_arenas(2, 1024)[0]
     assert isinstance(arena, Arena)

@@ -54,7 +54,7 @@ def test_work_that_ends_raises_nothing() -> None:
     for axis in (ALIVE, DEAD):  # a process may have brought all that it had to before it ended
         work = Work()
         threading.Timer(0.1, work.ended.set).start()
-        watch = Watch(axis, [work.abort], grace_s=LONG)
+        watch = Watch(axis, [work], grace_s=LONG)
         for _ in range(2):
             watch.wait(work)
         assert work.aborted == 0 and watch.lost is None
@@ -62,7 +62,7 @@ def test_work_that_ends_raises_nothing() -> None:
 
 def test_a_process_that_has_ended_is_named_and_the_work_aborted() -> None:
     work, begin = Work(), time.monotonic()
-    watch = Watch(DEAD, [work.abort], grace_s=0.2)
+    watch = Watch(DEAD, [work], grace_s=0.2)
     said = said_of(watch, work)
     assert said.startswith(f"Watch: rank 1 is gone, its process {GONE[1]} has ended; the model must be made again")
     assert work.aborted == 1 and 0.2 <= time.monotonic() - begin < LONG
@@ -80,28 +80,57 @@ def test_grace_begins_anew_with_each_wait() -> None:
 
 def test_a_rank_that_a_sum_has_given_up_is_named() -> None:
     work, codes = Work(), [None, 0, 0, 2]
-    watch = Watch(ALIVE, [work.abort], lambda: codes.pop(0) if len(codes) > 1 else codes[0], grace_s=0.1)
+    watch = Watch(ALIVE, [work], lambda: codes.pop(0) if len(codes) > 1 else codes[0], grace_s=0.1)
     assert said_of(watch, work).startswith("Watch: rank 1 did not answer within the deadline of a sum over ranks")
     assert len(codes) == 1 and work.aborted == 1
 
 
 def test_a_rank_that_lives_is_waited_for_until_the_deadline() -> None:
     work, begin = Work(), time.monotonic()
-    said = said_of(Watch(ALIVE, [work.abort], deadline_s=0.3), work)
+    said = said_of(Watch(ALIVE, [work], deadline_s=0.3), work)
     assert said.startswith("Watch: a rank of (0, 1) did not answer for 0.3 s") and time.monotonic() - begin >= 0.3
 
 
 def test_an_abort_that_does_not_return_holds_up_nobody() -> None:
     """One of NCCL's waits for graphs, which are freed behind it."""
     work, never = Work(), threading.Event()
-    assert "rank 1 is gone" in said_of(Watch(DEAD, [lambda: never.wait(LONG), work.abort], grace_s=0.0), work)
+    held = Work()
+    held.abort = lambda: never.wait(LONG)  # type: ignore[method-assign, assignment, return-value]
+    assert "rank 1 is gone" in said_of(Watch(DEAD, [held, work], grace_s=0.0), work)
     assert work.aborted == 1
     never.set()
 
 
+def test_what_one_watch_gave_up_all_of_its_group_give_up() -> None:
+    """Its work ends, too, and has not done what it was for."""
+    group, mine, other = Work(), Watch(ALIVE, []), Watch(ALIVE, [])
+    mine.groups = other.groups = (group,)
+    work = Work()
+    threading.Timer(0.1, mine.give_up, ("rank 1 is gone", 1)).start()
+    threading.Timer(0.3, work.ended.set).start()
+    with pytest.raises(RankLostError, match="rank 1 is gone") as caught:
+        other.wait(work)
+    assert caught.value.rank == 1 and group.aborted == 1
+    with pytest.raises(RankLostError, match="rank 1 is gone"):  # made behind it
+        Watch(ALIVE, [group]).wait(work)
+
+
+def test_a_thread_that_ended_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, done = Watch(ALIVE, [], deadline_s=0.2), Work()
+    done.ended.set()
+    watch.wait(done)
+    assert watch._thread is not None
+    watch._thread = threading.Thread(target=int)  # as one that an error has ended
+    watch._thread.start()
+    watch._thread.join()
+    never = Work()
+    watch.groups = (never,)
+    assert "did not answer for 0.2 s" in said_of(watch, never)
+
+
 def test_who_finds_a_rank_lost_ends_the_work_of_all() -> None:
     work, other = Work(), Work()
-    watch = Watch(ALIVE, [work.abort, other.abort])
+    watch = Watch(ALIVE, [work, other])
     watch.give_up("rank 1 is gone")
     watch.give_up("another reason")
     assert work.ended.wait(LONG) and other.ended.wait(LONG)
@@ -133,7 +162,7 @@ def test_a_watch_that_nobody_has_is_freed_and_its_thread_ends() -> None:
 
 def test_tokens_wait_by_the_watch() -> None:
     work = Work()
-    watch = Watch(DEAD, [work.abort], grace_s=0.0)
+    watch = Watch(DEAD, [work], grace_s=0.0)
     outbox = Outbox(2, torch.device("cpu"), (), watch)
     pending = outbox.send(torch.tensor([3, 4]))
     pending._slot.arrived = work
@@ -146,14 +175,14 @@ def test_tokens_wait_by_the_watch() -> None:
 @pytest.mark.parametrize("lost", ["status", "before"])
 def test_a_loss_that_tokens_tell_ends_what_was_launched_behind(lost: str) -> None:
     work, status = Work(), torch.tensor([2 * (lost == "status")], dtype=torch.int32)
-    watch = Watch(ALIVE, [work.abort])
+    watch = Watch(ALIVE, [work])
     pending = Outbox(2, torch.device("cpu"), [Late(status, ALIVE.ranks)], watch).send(torch.tensor([3, 4]))
     pending._slot.arrived = done = Work()
     done.ended.set()
     if lost == "before":
 
         def gone() -> None:
-            raise RankLostError("Board: rank 1 is gone")
+            raise RankLostError("Board: rank 1 is gone", rank=1)
 
         pending.before = gone
     with pytest.raises(RankLostError, match="rank 1"):

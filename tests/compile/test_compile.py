@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.compile, pytest.mark.skipif(env.triton_interpret(), re
 BUILDS = [] if env.triton_interpret() else builds()
 # Bytes a thread that ptxas spills although registers are left, or (exchange) with the 128 that 16 warps leave.
 KNOWN_SPILLS = {
-    "_exchange_kernel-exchange-8-scattergather": 20,
+    "_exchange_kernel-exchange-8-scattergather": 100,
     "_exchange_kernel-exchange-8-norm-gather": 84,
     "_decode_kernel-mla-deepseek_tp8_decode-tree-256": 4,
     "_linear_kernel-linear-N=24576,K=4096,bfloat16_bfloat16,T=2": 8,

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def birth(pid: int) -> str | None:
     return None if state in "ZX" else more[18]
 
 
+@lru_cache
 def host() -> str:
     """Return the name of this host since it was started; containers of one host have several."""
     boot = Path("/proc/sys/kernel/random/boot_id")

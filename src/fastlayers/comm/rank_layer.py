@@ -226,12 +226,15 @@ class RankLayer(Layer):
         # Kernels that address other ranks go past the group's collectives.
         self._order = getattr(self.over, "order", None)
 
-    def check_order(self, x: torch.Tensor) -> None:
-        """Note this call, or under ``FASTLAYERS_DEBUG`` compare it with those of the other ranks."""
+    def check_order(self, x: torch.Tensor, what: str | None = None) -> None:
+        """Note this call, or under ``FASTLAYERS_DEBUG`` compare it with those of the other ranks.
+
+        ``what``: its name, where the layer's own says too little.
+        """
         if self._order is not None:
-            self._order.check(self.cfg.layer, self.cfg.axis, x)
+            self._order.check(what or self.cfg.layer, self.cfg.axis, x)
         else:
-            TRAIL.note(self.cfg.layer, self.cfg.axis, x.shape, x.dtype)
+            TRAIL.note(what or self.cfg.layer, self.cfg.axis, x.shape, x.dtype)
 
     def check_rows(self, x: torch.Tensor) -> None:
         """Raise :class:`ArgumentError` unless ``x`` are rows of this layer."""

@@ -76,8 +76,9 @@ class Arena:
         Address of the allocation on every rank.
     deadline_s : float
         How long a kernel waits for another rank. Then it sets ``status`` and no kernel of this arena waits any more;
-        what it returns is NaN. Before the next sum of few rows, or exchange of tokens, sends anything, it sets all
-        ranks': one that comes too late would otherwise add up rows of later calls.
+        sums that it returns are NaN. Before the next sum of few rows, or exchange of tokens, sends anything, it sets
+        all ranks'; exchanges of many rows then send nothing. One that comes too late would otherwise take rows of
+        later calls.
 
     Attributes
     ----------

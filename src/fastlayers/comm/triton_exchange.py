@@ -91,6 +91,20 @@ def _quantised(y, at, outboxes_ptr, scales_at, s_row, s_group, hidden, rank, BLO
         tl.store(scales + at * s_row + group.to(tl.int64) * s_group, scale, mask=group * 128 < hidden)
 
 
+@triton.jit
+def _given_up(y_ptr, summed_ptr, share, hidden, column, inside, ROUNDING: tl.constexpr, GATHER: tl.constexpr):
+    """Give NaN for sums, and send nothing: a rank that comes to an earlier call then waits in vain, and gives up, too.
+
+    Else it would find the rows of later calls behind the signals that it waits for.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    for row in range(program, share, programs):
+        at = tl.cast(row, tl.int64) * hidden + column
+        tl.store(summed_ptr + at, float("nan"), mask=inside)
+        if ROUNDING >= 0 and not GATHER:
+            tl.store(y_ptr + at, float("nan"), mask=inside)
+
+
 @kernel(do_not_specialize=("share", "slots", "rank", "deadline_ns", "s_row", "s_group"))
 def _exchange_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, summed_ptr, inboxes_ptr, inbox_ptr, outboxes_ptr, flags_ptr, flag_ptr,
@@ -109,6 +123,10 @@ def _exchange_kernel(
     await_inputs(PDL)
     release_dependents(PDL)
     late = tl.load(status_ptr)  # other kernels tell all ranks: registers are scarce here
+    if late != 0:
+        if SCATTER:
+            _given_up(y_ptr, summed_ptr, share, hidden, column, inside, ROUNDING, GATHER)
+        return
     base = tl.load(state_ptr + 2 * program)
     turn = tl.load(state_ptr + 2 * program + 1) & 1
     step = CHUNK * programs

@@ -26,6 +26,8 @@ from fastlayers.comm.ranks import TIMEOUT
 from fastlayers.comm.seam import Late
 from fastlayers.runtime.streams import side_lock, side_stream
 
+# What ended the communicators of a group: whoever else waits for their work must not take it for right.
+_LOST: weakref.WeakKeyDictionary[Any, tuple[str, int | None]] = weakref.WeakKeyDictionary()
 GRACE = 5.0  # seconds that work may take whose rank has ended: it may have brought all that it had to
 _LOOK = 0.25  # seconds between two looks
 
@@ -37,8 +39,9 @@ class Watch:
     ----------
     axis : Axis
         The ranks that are waited for, with their processes.
-    aborts : sequence of callable
-        Each ends one communicator's kernels, and may itself never return.
+    groups : sequence of torch.distributed.ProcessGroup
+        Each one's ``abort`` ends its communicator's kernels, and may itself never return. What one watch gave up, all
+        watches of the group give up.
     status : callable, optional
         Returns, while the device is busy, one more than the global rank that a workspace's kernels waited for in vain;
         0: none; ``None``: not known now.
@@ -49,12 +52,13 @@ class Watch:
     """
 
     def __init__(
-        self, axis: Axis, aborts: Sequence[Callable[[], Any]], status: Callable[[], int | None] | None = None,
+        self, axis: Axis, groups: Sequence[Any], status: Callable[[], int | None] | None = None,
         *, deadline_s: float = TIMEOUT.total_seconds(), grace_s: float = GRACE,
     ) -> None:  # fmt: skip
-        self.axis, self.aborts, self._status = axis, tuple(aborts), status
+        self.axis, self.groups, self._status = axis, tuple(groups), status
         self.deadline_s, self.grace_s = deadline_s, grace_s
         self.lost: str | None = None
+        self.rank: int | None = None  # that is lost, where it is known
         self._since: float | None = None  # when the host began to wait
         self._suspect: tuple[float, float] | None = None  # that wait, and when a rank was first seen to be lost
         self._lock = threading.Lock()
@@ -71,8 +75,7 @@ class Watch:
         groups = {id(group): group for name in AXES if by_nccl(group := getattr(parallel, name).group)}
         if device.type != "cuda" or not groups:
             return None
-        aborts = [group.abort for group in groups.values()]
-        return Watch(parallel.tp, aborts, LateReader(late) if late else None)
+        return Watch(parallel.tp, list(groups.values()), LateReader(late) if late else None)
 
     def wait(self, event: Any) -> None:
         """Wait for an event, as ``event.synchronize()`` does.
@@ -82,8 +85,9 @@ class Watch:
         RankLostError
             Another rank is lost; on every further call, too.
         """
+        self._ask_others()
         if self.lost is None:
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True)
                 self._thread.start()
             self._since = time.monotonic()
@@ -94,17 +98,25 @@ class Watch:
                     raise
             finally:
                 self._since = None
+            self._ask_others()
         if self.lost is not None:
-            raise rank_lost(f"Watch: {self.lost}; {AGAIN}", "a captured collective")
+            raise rank_lost(f"Watch: {self.lost}; {AGAIN}", "a captured collective", self.rank)
 
-    def give_up(self, why: str) -> None:
+    def _ask_others(self) -> None:
+        """Take over what another watch of these groups gave up: their communicators are gone."""
+        if self.lost is None:
+            self.lost, self.rank = next((_LOST[group] for group in self.groups if group in _LOST), (None, None))
+
+    def give_up(self, why: str, rank: int | None = None) -> None:
         """End what the device does with other ranks; ``why``: what every further wait raises. The first one counts."""
         with self._lock:
             if self.lost is not None:
                 return
-            self.lost = why
-        for abort in self.aborts:
-            threading.Thread(target=abort, daemon=True).start()
+            self.lost, self.rank = why, rank
+        for group in self.groups:
+            _LOST[group] = why, rank
+        for group in self.groups:
+            threading.Thread(target=group.abort, daemon=True).start()
 
     def look(self) -> None:
         """Give up where the host waits for a rank that is lost; what the thread does again and again."""
@@ -113,19 +125,19 @@ class Watch:
             return
         if now - since > self.deadline_s:
             self.give_up(f"a rank of {self.axis.ranks} did not answer for {self.deadline_s:g} s")
-        elif (why := self._who()) is not None:
+        elif (found := self._who()) is not None:
             if self._suspect is None or self._suspect[0] != since:
                 self._suspect = since, now
             elif now - self._suspect[1] > self.grace_s:
-                self.give_up(why)
+                self.give_up(*found)
 
-    def _who(self) -> str | None:
-        """Return which rank is lost, in words."""
+    def _who(self) -> tuple[str, int] | None:
+        """Return which rank is lost, in words and by its number in the world."""
         for rank, process in zip(self.axis.ranks, self.axis.processes, strict=False):
             if ended(process):
-                return f"rank {rank} is gone, its process {process[1]} has ended"
+                return f"rank {rank} is gone, its process {process[1]} has ended", rank
         if self._status is not None and (code := self._status()):
-            return f"rank {code - 1} did not answer within the deadline of a sum over ranks"
+            return f"rank {code - 1} did not answer within the deadline of a sum over ranks", code - 1
         return None
 
 
@@ -145,17 +157,18 @@ class LateReader:
         self.done: Any = None
 
     def __call__(self) -> int | None:
-        """Return what the last copies brought, and begin the next."""
-        if self.done is not None and not self.done.query():
+        """Return what the last copies brought, and begin the next; ``None``, too, while something is captured there."""
+        if not side_lock.acquire(blocking=False):
             return None
-        codes = zip(self.late, self.words.tolist(), strict=True)
-        found = next((late.named(code) + 1 for late, code in codes if code), 0)
-        if side_lock.acquire(blocking=False):  # held while something is captured there
-            try:
-                with torch.cuda.stream(self.stream), torch.inference_mode():
-                    for place, late in enumerate(self.late):
-                        self.words[place : place + 1].copy_(late.status[:1], non_blocking=True)
-                    self.done = self.stream.record_event()
-            finally:
-                side_lock.release()
+        try:
+            if self.done is not None and not self.done.query():
+                return None
+            codes = zip(self.late, self.words.tolist(), strict=True)
+            found = next((late.named(code) + 1 for late, code in codes if code), 0)
+            with torch.cuda.stream(self.stream), torch.inference_mode():
+                for place, late in enumerate(self.late):
+                    self.words[place : place + 1].copy_(late.status[:1], non_blocking=True)
+                self.done = self.stream.record_event()
+        finally:
+            side_lock.release()
         return found

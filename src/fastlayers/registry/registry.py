@@ -181,12 +181,13 @@ class Registry:
             return self._last_resort(cfg, device, refused)
         known = [backend.name for backend in self.ranked]
         tuned = tuned_ladders.ladder_for(self.layer, cfg, device, {b.name: b for b in able}, known, refused)
-        if tuned is not None:
-            return Choice(self.layer, cfg, device, "auto", tuned.rungs, refused, tuned.evidence)
+        rungs = (Rung(None, able[0]),) if tuned is None else tuned.rungs
         for start, backend in late:
-            if backend.weight_layout == able[0].weight_layout:
-                return Choice(self.layer, cfg, device, "auto", (Rung(start - 1, able[0]), Rung(None, backend)), refused)
-        return Choice(self.layer, cfg, device, "auto", (Rung(None, able[0]),), refused)
+            if backend.weight_layout == rungs[0].backend.weight_layout:
+                rungs = _from(rungs, start, backend)
+        if tuned is not None:
+            return Choice(self.layer, cfg, device, "auto", rungs, refused, tuned.evidence)
+        return Choice(self.layer, cfg, device, "auto", rungs, refused)
 
     def _last_resort(self, cfg: Any, device: Device, refused: dict[str, str]) -> Choice:
         for backend in self.ranked:
@@ -220,6 +221,12 @@ def check_ladder(layer: str, want: str, rungs: tuple[Rung, ...]) -> None:
     layouts = {rung.backend.weight_layout for rung in rungs}
     if len(layouts) > 1:
         raise ArgumentError(layer, "backend", f"{want!r} with weight layouts {sorted(layouts)}", "one weight layout")
+
+
+def _from(rungs: tuple[Rung, ...], start: int, backend: Backend) -> tuple[Rung, ...]:
+    """Return a ladder whose last rung is a backend, from so many tokens on, whatever stood there."""
+    below = [rung for rung in rungs if rung.max_tokens is not None and rung.max_tokens < start - 1]
+    return (*below, replace(rungs[len(below)], max_tokens=start - 1), Rung(None, backend))
 
 
 _warned: set[str] = set()

@@ -28,6 +28,9 @@ from fastlayers.errors import ArgumentError, check_choice, check_tensor
 from fastlayers.layer import Layer
 from fastlayers.quant.group_quant.layer import SCALE_LAYOUTS, GroupQuantConfig
 
+# What a call is to other ranks, by the codes that it asks for: all must send alike.
+_SENT = {None: None} | {layout: f"GatherRows of codes, scales by {layout}" for layout in SCALE_LAYOUTS}
+
 
 @dataclass(frozen=True)
 class GatherRowsConfig(RankConfig):

@@ -153,7 +153,7 @@ _STRIP, _STRIP_GROUPS = 8, 6
 def takes_strips(cfg: FusedMoEConfig, width: int) -> bool:
     """Return whether the second product can go over strips of ``width`` outputs: FP8 in blocks, nothing left over."""
     groups, rest = divmod(cfg.intermediate_size, GROUP)
-    whole = rest == 0 and groups <= _STRIP_GROUPS and cfg.hidden_size % max(width, GROUP) == 0
+    whole = rest == 0 and groups <= _STRIP_GROUPS and cfg.hidden_size % width == 0 and cfg.hidden_size % GROUP == 0
     return cfg.quant == "fp8_block" and whole and not cfg.bias and cfg.dtype != torch.float32
 
 

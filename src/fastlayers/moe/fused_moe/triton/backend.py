@@ -279,10 +279,9 @@ class TritonFusedMoE(ExpertsBackend):
     @staticmethod
     def fits(cfg: FusedMoEConfig, config: Mapping[str, int]) -> bool:
         """Return whether a configuration, maybe of another shape's table, is one for this shape."""
-        strip = config.get("strip", 1)
-        return (config.get("m") != 0 or takes_vectors(cfg)) and (
-            strip == 1 or takes_strips(cfg, strip * config.get("n2", 0))
-        )
+        strip, tile = config.get("strip", 1), config.get("n2", GROUP)
+        whole = strip == 1 or (GROUP % tile == 0 and takes_strips(cfg, strip * tile))
+        return whole and (config.get("m") != 0 or takes_vectors(cfg))
 
     @staticmethod
     def token_counts(cfg: FusedMoEConfig, most: int) -> list[int]:
