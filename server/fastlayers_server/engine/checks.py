@@ -35,12 +35,9 @@ def refusal(
         )
     if queue.count >= config.max_queued_requests + free or queue.tokens + prompt > config.max_queued_tokens:
         beside = f" beside one for each of {free} free slots" if free else ""
-        most = f"{config.max_queued_requests} (--max-queued-requests){beside}, of {config.max_queued_tokens}"
-        return (
-            "queue_full",
-            f"{queue.count} requests of {queue.tokens} tokens wait already; accepted: at most {most} tokens "
-            "(--max-queued-tokens)",
-        )
+        requests = f"{config.max_queued_requests} (--max-queued-requests){beside}"
+        most = f"{requests} of {config.max_queued_tokens} (--max-queued-tokens)"
+        return "queue_full", f"{queue.count} requests of {queue.tokens} tokens wait already; accepted: at most {most}"
     return None
 
 
