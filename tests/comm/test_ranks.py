@@ -110,7 +110,7 @@ def test_a_program_that_ends_behind_a_call_is_not_aborted(tmp_path: Path, times:
     for _ in range(times):
         found = torchrun(tmp_path / "program.py", ENDS_AT_ONCE)
         assert found.returncode == 0, found.stderr
-        assert found.stdout.split() == ["True", "True"]
+        assert "".join(found.stdout.split()) == "TrueTrue"  # both write to one pipe, maybe before either ends its line
 
 
 # That --tp arrives, and what ranks then compute, other tests say, too; that --dp does, this one alone.
