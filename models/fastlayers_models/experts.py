@@ -29,7 +29,6 @@ from fastlayers.comm.collectives import collectives
 from fastlayers.comm.communicator import RankOps
 from fastlayers.comm.padding import StepTokens
 from fastlayers.comm.token_moves import TokenMoves
-from fastlayers.comm.trail import TRAIL
 from fastlayers.errors import ArgumentError
 from fastlayers.moe.placement.moves import all_ranks, connect, move_experts
 from fastlayers.moe.placement.planner import plan_placement
@@ -218,7 +217,6 @@ class ExpertBalancer:
     def tick(self) -> None:
         """Begin another step: look at the loads where that is due, or move the next layers."""
         self.steps += 1
-        TRAIL.steps += 1
         for _ in range(min(self.config.layers_per_step, len(self._waiting))):
             self._balance(*self._waiting.popleft())
         if not self._waiting and self.config.step_interval and self.steps % self.config.step_interval == 0:

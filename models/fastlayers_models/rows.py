@@ -19,7 +19,7 @@ import torch
 from fastlayers.attention.buckets import ExtendBucket
 from fastlayers.attention.step_buffers import Mirrored
 from fastlayers.comm.processes import rank_lost
-from fastlayers.comm.seam import Late
+from fastlayers.comm.seam import Late, late_of
 from fastlayers.comm.watch import Watch
 from fastlayers.errors import ArgumentError, RankLostError
 from fastlayers.integers import cdiv
@@ -318,6 +318,12 @@ class _Slot:
         """Return the rank that was waited for in vain before these tokens were made, or ``None``."""
         codes = zip(self._late, map(int, self.statuses), strict=True)
         return next((late.named(code) for late, code in codes if code), None)
+
+
+def waits_of(model: Any, device: torch.device) -> tuple[tuple[Late, ...], Watch | None]:
+    """Return what the boxes of a model's steps have to know of other ranks; one watch for all of them."""
+    late = late_of(model)
+    return late, Watch.of(model.parallel, device, late) if hasattr(model, "parallel") else None
 
 
 class Outbox:

@@ -26,9 +26,7 @@ from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.comm.collectives import by_nccl, collectives
 from fastlayers.comm.parallel import AXES, SINGLE
-from fastlayers.comm.seam import late_of
 from fastlayers.comm.trail import TRAIL
-from fastlayers.comm.watch import Watch
 from fastlayers.errors import ArgumentError, CaptureError
 from fastlayers.runtime.captured_steps import CapturedSteps
 from fastlayers.runtime.gc_pause import gc_pause
@@ -38,7 +36,7 @@ from fastlayers.torch_compile import CompiledBlocks, TorchCompile
 from fastlayers.weights_epoch import WeightsWatch
 from fastlayers_models.images import PromptImages, step_images
 from fastlayers_models.overlap import Halves, OneGroup, Shares
-from fastlayers_models.rows import ExtendInputs, Outbox, Pending, Row, RowTable
+from fastlayers_models.rows import ExtendInputs, Outbox, Pending, Row, RowTable, waits_of
 
 log = logging.getLogger(__name__)
 
@@ -173,13 +171,10 @@ class ModelStep(CapturedSteps):
         self.table = RowTable(self.max_batch, model.device)
         self.inputs = ExtendInputs(state.max_tokens, self.max_batch, model.device)
         self.count = torch.zeros(1, dtype=torch.int32, device=model.device)
-        late = late_of(model)
-        watch = Watch.of(model.parallel, model.device, late) if hasattr(model, "parallel") else None
-        self._outbox = Outbox(self.max_batch, model.device, late, watch)
+        self._outbox = Outbox(self.max_batch, model.device, *waits_of(model, model.device))
         self.weights = WeightsWatch(model)
         self._images = getattr(model, "tower", None) is not None
-        balancer = getattr(model, "balancer", None)  # where experts move between steps
-        self.begin = balancer.tick if balancer is not None else _begin
+        self._balancer = getattr(model, "balancer", None)  # where experts move between steps
         self._ranks = collectives(model.parallel.tp if hasattr(model, "parallel") else SINGLE)
         self._size, self._mode = 0, "greedy"
         self._bucket: int | None = None
@@ -219,6 +214,12 @@ class ModelStep(CapturedSteps):
     def collect(self) -> Pending:
         """Start the copy of the loaded rows' last tokens to the host."""
         return self._outbox.send(self.table.tokens[: self._size])
+
+    def begin(self) -> None:
+        """Count another step, before which experts may move."""
+        TRAIL.steps += 1
+        if self._balancer is not None:
+            self._balancer.tick()
 
     def launch(self, batch: AttentionBatch) -> Pending:
         """Run one decode step for the loaded requests, without waiting for it.
@@ -474,10 +475,6 @@ class ModelStep(CapturedSteps):
     def describe(self, key: StepKey) -> str:
         """Return a graph's key in words."""
         return f"{key.kind} of {key.tokens} tokens, {key.requests} requests, {key.mode}"
-
-
-def _begin() -> None:
-    TRAIL.steps += 1
 
 
 def _default_buckets(model: Any) -> ExtendBuckets:

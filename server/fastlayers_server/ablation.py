@@ -397,7 +397,14 @@ SWITCHES = (
     Switch("activation that writes FP8 rows", "40", "an image", _activation_apart),
     Switch("dependent launches", "58", "+3 % (1 request), GPT-OSS-120B TP4", _no_dependent_launches),
 )  # fmt: skip
-ITEMS = (CAPTURED, *(switch.items for switch in SWITCHES))
+
+
+def numbers_of(items: str) -> set[int]:
+    """Return the items that a row answers."""
+    return set(map(int, items.split(", ")))
+
+
+ITEMS = numbers_of(CAPTURED).union(*(numbers_of(switch.items) for switch in SWITCHES))
 
 
 def stack_of(name: str, config: Mapping[str, Any], place: Any, dtype: Any, layers: int) -> Any:
@@ -423,7 +430,7 @@ def rows(
     """
 
     def asked(numbers: str) -> bool:
-        return not items or any(int(each) in items for each in numbers.split(", "))
+        return not items or not numbers_of(numbers).isdisjoint(items)
 
     sizes = "small" if torch.device(place).type == "cpu" else "real"
     head = {"model": name, "sizes": sizes, "layers": layers, "context": context, "dtype": str(dtype)}

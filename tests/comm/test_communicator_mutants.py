@@ -64,7 +64,7 @@ class NobodyAddsResidual(RankOps):
 
 
 class EveryRankFills(RankOps):
-    def gather_replicate(self, x: Tensor, step: StepTokens) -> Tensor:
+    def gather_replicate(self, x: Tensor, step: StepTokens, codes: str | None = None) -> Tensor:
         return self.tp.gather_by_sum(x, x, step.full_rows, step.offsets[self.attn_dp.rank])
 
 
@@ -75,10 +75,10 @@ class OffsetsOfRealTokens(RankOps):
 
 
 class IdleRankStaysOut(RankOps):
-    def gather_replicate(self, x: Tensor, step: StepTokens) -> Tensor:
+    def gather_replicate(self, x: Tensor, step: StepTokens, codes: str | None = None) -> Tensor:
         if x.shape[0] == 0:
             return x.new_zeros(step.full_rows, x.shape[1])
-        return super().gather_replicate(x, step)
+        return super().gather_replicate(x, step, codes)
 
 
 class StaleResidual(LayerCommunicator):

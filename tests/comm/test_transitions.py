@@ -125,7 +125,7 @@ class ResidualOfTheNeighbour(RankOps):
 class CountsIgnored(RankOps):
     """Rows of all groups are gathered as if each had as many as the fullest one."""
 
-    def gather_replicate(self, x: torch.Tensor, step: StepTokens) -> torch.Tensor:
+    def gather_replicate(self, x: torch.Tensor, step: StepTokens, codes: str | None = None) -> torch.Tensor:
         padded = torch.cat([x, x.new_zeros(max(step.rows) - len(x), x.shape[1])])
         return self.tp.all_gather(padded)[: step.full_rows]
 

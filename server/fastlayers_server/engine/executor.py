@@ -13,12 +13,10 @@ import torch
 import fastlayers as fl
 from fastlayers.attention.buckets import TOKENS, ExtendBuckets
 from fastlayers.attention.meta import AttentionState
-from fastlayers.comm.seam import late_of
-from fastlayers.comm.watch import Watch
 from fastlayers.runtime.compile_log import CompileWatch
 from fastlayers.runtime.graphs import CudaGraphs
 from fastlayers.sampler.layer import Sampler, SamplingParams
-from fastlayers_models.rows import Outbox, Pending, Row
+from fastlayers_models.rows import Outbox, Pending, Row, waits_of
 from fastlayers_models.step import StepKey
 from fastlayers_server.engine.config import SchedulerConfig
 from fastlayers_server.engine.mtp import ModelDrafts, MTPDrafts
@@ -180,8 +178,7 @@ class TorchExecutor:
         self.extending.pages = self.decoding.pages
         self.special = SpecialDraws(sampler, self.decoding.table, config.max_model_len)
         # Two ticks are in flight at most, and each of these has room for four.
-        late = late_of(model)
-        watch = Watch.of(model.parallel, device, late) if hasattr(model, "parallel") else None
+        late, watch = waits_of(model, device)
         self._rows_out, self._chunks_out = (Outbox(running, device, late, watch) for _ in range(2))
         self._verify_out = Outbox(max(1, self.verify_tokens), device, late, watch)
         self._profiler: Any = None

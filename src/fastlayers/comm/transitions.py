@@ -322,8 +322,7 @@ class Tables:
         several = ops.attn_tp.size > 1
 
         def gathered(y: torch.Tensor, step: StepTokens) -> Any:
-            layout = self._layout_of_all(step)
-            return ops.gather_replicate(y, step) if layout is None else ops.gather_replicate(y, step, layout)
+            return ops.gather_replicate(y, step, self._layout_of_all(step))
 
         def norm_first(hidden: Hidden, step: StepTokens | None) -> Rows:
             assert step is not None

@@ -104,7 +104,7 @@ class Watch:
 
     def _ask_others(self) -> None:
         """Take over what another watch of these groups gave up: their communicators are gone."""
-        if self.lost is None:
+        if _LOST and self.lost is None:
             self.lost, self.rank = next((_LOST[group] for group in self.groups if group in _LOST), (None, None))
 
     def give_up(self, why: str, rank: int | None = None) -> None:
