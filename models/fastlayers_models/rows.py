@@ -19,7 +19,7 @@ import torch
 from fastlayers.attention.buckets import ExtendBucket
 from fastlayers.attention.step_buffers import Mirrored
 from fastlayers.comm.processes import rank_lost
-from fastlayers.comm.seam import Late, late_of
+from fastlayers.comm.seam import SILENT, Late, late_of
 from fastlayers.comm.watch import Watch
 from fastlayers.errors import ArgumentError, RankLostError
 from fastlayers.integers import cdiv
@@ -304,7 +304,7 @@ class _Slot:
         if self.arrived is not None:
             self.arrived.synchronize() if self.watch is None else self.watch.wait(self.arrived)
         if (rank := self.lost()) is not None:
-            lost = f"rank {rank} did not answer within the deadline of a sum over ranks"
+            lost = f"rank {rank} {SILENT}"
             again = "nothing of this step is right: make the model again, on all"
             raise rank_lost(f"Pending.tokens: {lost}; {again}", "a sum over ranks", rank)
 

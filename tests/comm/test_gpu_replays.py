@@ -7,6 +7,9 @@ whose ranks die: ``test_lost_ranks.py``.
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -146,3 +149,53 @@ def test_a_generator_without_its_other_rank_ends(fault: str, board: bool, tmp_pa
     assert seen["said"].startswith(begin), seen
     assert seen["seconds"] < SUMS + GRACE + 10.0 and seen["more"] < SUMS + 10.0, seen
     assert 0 < seen["tokens"] < seen["all"] == 2 * NEW, seen
+
+
+PROGRAM = """
+import os, signal, sys
+from fastlayers.comm.ranks import Ranks
+from fastlayers.errors import RankLostError
+from fastlayers_models.auto import AutoModel
+from fastlayers_models.generate import Generator
+
+model = AutoModel.from_pretrained(sys.argv[1], parallel=Ranks(tp=2))
+generator = Generator(model, max_batch=2, max_length=64, prefill_tokens=16)
+prompts = [[5, 6, 7, 8], [9, 10]]
+generator.generate(prompts, max_new_tokens=24, eos_ids=())
+try:
+    for number, _ in enumerate(generator.stream(prompts, max_new_tokens=24, eos_ids=())):
+        if number == 10 and model.parallel.tp.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+except RankLostError as error:
+    print("lost", error.rank, flush=True)
+    if sys.argv[2] == "raised":
+        raise
+    if sys.argv[2] == "left":
+        generator.close()
+        Ranks.leave()
+"""
+
+
+@pytest.mark.parametrize("how", ["caught", "left", "raised"])
+def test_a_program_that_has_lost_a_rank_ends(how: str, tmp_path: Path) -> None:
+    """By a plain return, behind ``leave``, or by the error: NCCL keeps no process that has nothing left to do."""
+    model = str(save_random(tiny_config("qwen3"), tmp_path / "model"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, model, how], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = ranks[0].communicate(timeout=120.0)[0]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert "lost 1" in said and ranks[1].returncode == -9, said
+    assert ranks[0].returncode == (1 if how == "raised" else 0), said

@@ -115,6 +115,18 @@ def test_what_one_watch_gave_up_all_of_its_group_give_up() -> None:
         Watch(ALIVE, [group]).wait(work)
 
 
+def test_a_wait_that_ends_leaves_another_thread_s_watched() -> None:
+    watch, never, short = Watch(DEAD, [], grace_s=0.5), Work(), Work()
+    watch.groups = (never,)
+    said: list[str] = []
+    other = threading.Thread(target=lambda: said.append(said_of(watch, never)))
+    other.start()
+    threading.Timer(0.1, short.ended.set).start()
+    watch.wait(short)
+    other.join(LONG)
+    assert said and said[0].startswith("Watch: rank 1 is gone") and never.aborted == 1
+
+
 def test_a_thread_that_ended_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     watch, done = Watch(ALIVE, [], deadline_s=0.2), Work()
     done.ended.set()

@@ -35,6 +35,8 @@ SHARE = 512
 # With two ranks and a hidden size of 7168 a sum and its norm of 2,048 rows take 91 us (NCCL's sum alone 120), of 16,384
 # rows 662 (781). The workspace has 6 bytes for each value of these rows.
 SPREAD_ROWS = {2: 8192}
+# What a rank did that a kernel has waited for in vain, as errors say it behind "rank 1".
+SILENT = "did not answer within the deadline of a sum over ranks"
 
 
 def connected(parallel: ParallelSpec, device: torch.device) -> bool:

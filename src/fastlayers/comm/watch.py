@@ -23,7 +23,7 @@ import torch
 from fastlayers.comm.parallel import AXES, Axis, ParallelSpec
 from fastlayers.comm.processes import AGAIN, ended, rank_lost
 from fastlayers.comm.ranks import TIMEOUT
-from fastlayers.comm.seam import Late
+from fastlayers.comm.seam import SILENT, Late
 from fastlayers.runtime.streams import side_lock, side_stream
 
 # What ended the communicators of a group: whoever else waits for their work must not take it for right.
@@ -59,7 +59,7 @@ class Watch:
         self.deadline_s, self.grace_s = deadline_s, grace_s
         self.lost: str | None = None
         self.rank: int | None = None  # that is lost, where it is known
-        self._since: float | None = None  # when the host began to wait
+        self._waits: dict[object, float] = {}  # of each thread that waits, since when
         self._suspect: tuple[float, float] | None = None  # that wait, and when a rank was first seen to be lost
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -87,17 +87,19 @@ class Watch:
         """
         self._ask_others()
         if self.lost is None:
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True)
-                self._thread.start()
-            self._since = time.monotonic()
+            with self._lock:
+                if self._thread is None or not self._thread.is_alive():
+                    self._thread = threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True)
+                    self._thread.start()
+            mine = object()
+            self._waits[mine] = time.monotonic()
             try:
                 event.synchronize()
             except RuntimeError:
                 if self.lost is None:
                     raise
             finally:
-                self._since = None
+                del self._waits[mine]
             self._ask_others()
         if self.lost is not None:
             raise rank_lost(f"Watch: {self.lost}; {AGAIN}", "a captured collective", self.rank)
@@ -120,7 +122,7 @@ class Watch:
 
     def look(self) -> None:
         """Give up where the host waits for a rank that is lost; what the thread does again and again."""
-        since, now = self._since, time.monotonic()
+        since, now = min(list(self._waits.values()), default=None), time.monotonic()
         if since is None or self.lost is not None:
             return
         if now - since > self.deadline_s:
@@ -137,7 +139,7 @@ class Watch:
             if ended(process):
                 return f"rank {rank} is gone, its process {process[1]} has ended", rank
         if self._status is not None and (code := self._status()):
-            return f"rank {code - 1} did not answer within the deadline of a sum over ranks", code - 1
+            return f"rank {code - 1} {SILENT}", code - 1
         return None
 
 

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -307,18 +308,22 @@ def test_a_rank_that_stands_still_ends_with_its_launcher() -> None:
     """It cannot end itself, and would keep its memory; asked where it hangs, it answers, or is named if it cannot."""
     command, pipe = [sys.executable, "-c", LAUNCHER], subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=os.environ | {"RANK": "3"}) as launcher:
-        assert launcher.stdout is not None and launcher.stderr is not None
-        rank = int(launcher.stdout.readline())
-        launcher.send_signal(signal.SIGUSR1)
-        assert launcher.stderr.readline() == f"rank 3 (pid {rank}):\n"
-        while "most recent call first" not in (line := launcher.stderr.readline()):
-            assert line, "no answer"
-        os.kill(rank, signal.SIGSTOP)
-        launcher.send_signal(signal.SIGUSR1)
-        while not (line := launcher.stderr.readline()).startswith("rank "):
-            assert line, "not named"
-        assert line == f"rank 3 (pid {rank}) is stopped and does not answer:\n"
-        launcher.kill()
+        try:
+            assert launcher.stdout is not None and launcher.stderr is not None
+            rank = int(launcher.stdout.readline())
+            launcher.send_signal(signal.SIGUSR1)
+            assert launcher.stderr.readline() == f"rank 3 (pid {rank}):\n"
+            while "most recent call first" not in (line := launcher.stderr.readline()):
+                assert line, "no answer"
+            os.kill(rank, signal.SIGSTOP)
+            while Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+                time.sleep(0.01)
+            launcher.send_signal(signal.SIGUSR1)
+            while not (line := launcher.stderr.readline()).startswith("rank "):
+                assert line, "not named"
+            assert line == f"rank 3 (pid {rank}) is stopped and does not answer:\n"
+        finally:
+            launcher.kill()
         gone([rank])
 
 
