@@ -243,6 +243,31 @@ def test_who_comes_too_late_to_an_exchange_takes_no_rows_of_later_calls(scatter:
     assert arenas[1].failed() == 0
 
 
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+def test_exchanges_behind_a_lost_rank_are_nan_and_send_nothing(normed: bool, residual: bool) -> None:
+    arenas = local_arenas(2, Exchange.nbytes_for(2, 128, torch.bfloat16, 3, 2))
+    moves = [Exchange(arena, 128, torch.bfloat16, 3, 2) for arena in arenas]
+    for each in moves:
+        each.outbox.tensor.fill_(5.0)
+    arenas[0].status.fill_(2)
+    theirs = [box.tensor.clone() for box in (moves[1].inbox, moves[1].outbox, moves[1].flags)]
+    added = torch.ones(3, 128, dtype=torch.bfloat16) if residual else None
+    weight = torch.ones(128, dtype=torch.bfloat16) if normed else None
+    x, more = torch.ones(6, 128, dtype=torch.bfloat16), {"weight": weight, "eps": 1e-6}
+    for method in ("scatter", "scatter_gather", "gather"):
+        y, h = getattr(moves[0], method)(x if "scatter" in method else x[:3], added, **more)
+        assert bool(y.isnan().all()), method
+        assert bool(h.isnan().all()) if "scatter" in method or residual else bool((h == 1.0).all())
+    (_, scales), h = moves[0].gather_quantised(x[:3], added, **more)
+    assert scales.shape == (6, 1) and bool(scales.isnan().all()) and bool(h.isnan().all()) == residual
+    coded, h = moves[0].scatter_gather(x, added, **more, codes="col_tma4")
+    assert bool(coded.scales.isnan().all()) and bool(h.isnan().all())
+    assert bool((x == 1.0).all())
+    for box, before in zip((moves[1].inbox, moves[1].outbox, moves[1].flags), theirs, strict=True):
+        assert torch.equal(box.tensor, before)
+
+
 def test_arena_never_grows() -> None:
     arena = local_arenas(2, 1024)[0]
     assert isinstance(arena, Arena)

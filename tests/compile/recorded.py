@@ -439,8 +439,9 @@ def _ranks(recorder: Recorder) -> None:
         name = f"{'scatter' * scatter}{'norm-' * (normed and not scatter)}{'gather' * gather}{'-fp8' * quant}"
         recorder.label = f"exchange-{ranks}-{name}"
         x, weight = _empty(64, 7168, dtype=BF16), _empty(7168, dtype=BF16)
+        y = _empty(64, 56, dtype=torch.float32) if quant else x
         triton_exchange._exchange_rows.function(
-            x, x if normed else None, weight if normed else None, x, x, table, x, table, table, words, words, words,
+            x, x if normed else None, weight if normed else None, y, x, table, x, table, table, words, words, words,
             1e-6, 30, 1023, 3, ranks, 2**33, scatter, gather, 0 if normed else triton_push.NO_NORM, 0,
             triton_exchange.CHUNK, quant * 2**20, 56, 1,
         )  # fmt: skip

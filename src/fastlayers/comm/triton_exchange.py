@@ -92,17 +92,25 @@ def _quantised(y, at, outboxes_ptr, scales_at, s_row, s_group, hidden, rank, BLO
 
 
 @triton.jit
-def _given_up(y_ptr, summed_ptr, share, hidden, column, inside, ROUNDING: tl.constexpr, GATHER: tl.constexpr):
-    """Give NaN for sums, and send nothing: a rank that comes to an earlier call then waits in vain, and gives up, too.
+def _given_up(y_ptr, summed_ptr, s_row, s_group, share, hidden, column, inside, N: tl.constexpr, SCATTER: tl.constexpr,
+              GATHER: tl.constexpr, QUANT: tl.constexpr, ROUNDING: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+              BLOCK: tl.constexpr):  # fmt: skip
+    """Give NaN, of codes as scales, and send nothing.
 
-    Else it would find the rows of later calls behind the signals that it waits for.
+    A rank that comes to an earlier call then waits in vain, and gives up, too. Else it would find the rows of later
+    calls behind the signals that it waits for.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
-    for row in range(program, share, programs):
-        at = tl.cast(row, tl.int64) * hidden + column
-        tl.store(summed_ptr + at, float("nan"), mask=inside)
-        if ROUNDING >= 0 and not GATHER:
-            tl.store(y_ptr + at, float("nan"), mask=inside)
+    if SCATTER or HAS_RESIDUAL:
+        for row in range(program, share, programs):
+            tl.store(summed_ptr + tl.cast(row, tl.int64) * hidden + column, float("nan"), mask=inside)
+    if QUANT:
+        for row in range(program, N * share, programs):
+            for group in range(0, hidden // 128):
+                tl.store(y_ptr + row * s_row + group * s_group, float("nan"))
+    elif GATHER or ROUNDING >= 0:  # what is gathered lies in the own outbox
+        for row in range(program, N * share if GATHER else share, programs):
+            tl.store(y_ptr + tl.cast(row, tl.int64) * hidden + column, float("nan"), mask=inside)
 
 
 @kernel(do_not_specialize=("share", "slots", "rank", "deadline_ns", "s_row", "s_group"))
@@ -124,8 +132,8 @@ def _exchange_kernel(
     release_dependents(PDL)
     late = tl.load(status_ptr)  # other kernels tell all ranks: registers are scarce here
     if late != 0:
-        if SCATTER:
-            _given_up(y_ptr, summed_ptr, share, hidden, column, inside, ROUNDING, GATHER)
+        _given_up(y_ptr, summed_ptr, s_row, s_group, share, hidden, column, inside, N, SCATTER, GATHER, QUANT, ROUNDING,
+                  HAS_RESIDUAL, BLOCK)  # fmt: skip
         return
     base = tl.load(state_ptr + 2 * program)
     turn = tl.load(state_ptr + 2 * program + 1) & 1
@@ -297,7 +305,7 @@ class Exchange:
         share = x.shape[0]
         summed = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
         codes, scales, how = self._coded(share * self.arena.size, layout)
-        self._run(x, residual, weight, x, summed, share, eps, rounding, False, True, part, how)
+        self._run(x, residual, weight, scales, summed, share, eps, rounding, False, True, part, how)
         return (codes, scales), summed
 
     def _coded(self, rows: int, layout: str) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int, int]]:
@@ -327,7 +335,7 @@ class Exchange:
         summed = x.new_empty(share, x.shape[1])
         if codes is not None:
             q, s, how = self._coded(x.shape[0], codes)
-            self._run(x, residual, weight, x, summed, share, eps, rounding, True, True, part, how)
+            self._run(x, residual, weight, s, summed, share, eps, rounding, True, True, part, how)
             return CodedRows(q, s), summed
         whole = self.outbox.tensor[: x.shape[0]]
         self._run(x, residual, weight, whole, summed, share, eps, rounding, True, True, part)
