@@ -271,15 +271,15 @@ def _lost(choice: Choice) -> tuple[dict[str, str], dict[str, str]]:
     return refused, slower
 
 
-def _measured(backend: Backend, choice: Choice) -> list[tuple[float, float, int]] | None:
+def _measured(backend: Backend, choice: Choice) -> tuple[list[tuple[float, float, int]], str]:
     """Return this backend's time, the best of the chosen ones', and the tokens, where a tuned table has both.
 
-    ``None``: there is no table.
+    And what a sentence calls that table: nothing, if there is none.
     """
     used = {rung.backend.name: rung.backend for rung in choice.rungs}
     found = tuning.lookup(choice.layer, choice.cfg, choice.device, used)
     if found is None:
-        return None
+        return [], ""
     rows = []
     # A table keeps the best time of every backend at every token count.
     counts, times = tuning.times_of(found.table)
@@ -288,19 +288,20 @@ def _measured(backend: Backend, choice: Choice) -> list[tuple[float, float, int]
         theirs = [us for name in used if name in times and (us := times[name][index]) is not None]
         if time is not None and theirs:
             rows.append((time, min(theirs), count))
-    return rows
+    return rows, found.whose
 
 
 def _gain(backend: Backend, choice: Choice) -> str:
     """Return what a build of this backend would gain by the tuned table over what is chosen."""
-    ratios = [(theirs / min(time, theirs), count) for time, theirs, count in _measured(backend, choice) or ()]
+    rows, whose = _measured(backend, choice)
+    ratios = [(theirs / min(time, theirs), count) for time, theirs, count in rows]
     if not ratios:
         return "no table tells what that would gain"
     gain, count = max(ratios)
     if gain < 1.005:
-        return "by the tuned table that would gain nothing"
+        return f"by {whose} that would gain nothing"
     usual = statistics.median(ratio for ratio, _ in ratios)
-    return f"by the tuned table that would gain up to {gain:.2f} ×, at {count} tokens; {usual:.2f} × as a rule"
+    return f"by {whose} that would gain up to {gain:.2f} ×, at {count} tokens; {usual:.2f} × as a rule"
 
 
 def _slower_because(backend: Backend, choice: Choice) -> str:
@@ -312,13 +313,13 @@ def _slower_because(backend: Backend, choice: Choice) -> str:
     if kind not in backend.auto_on:
         last = kind in backend.last_resort_on
         return f"a last resort on {kind}" if last else f"not automatic on {kind}, taken by name"
-    rows = _measured(backend, choice)
-    if rows is None:
+    rows, whose = _measured(backend, choice)
+    if not whose:
         return f"ranked below {choice.rungs[0].backend.name}"
     if not rows:
-        return "not measured in the tuned table"
+        return f"not measured in {whose}"
     ratio, count = min((time / theirs, count) for time, theirs, count in rows)
-    return f"in the tuned table at best {ratio:.2f} × the chosen one's time, at {count} tokens"
+    return f"in {whose} at best {ratio:.2f} × the chosen one's time, at {count} tokens"
 
 
 def _rung(rung: Rung) -> str:

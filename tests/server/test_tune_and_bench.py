@@ -367,6 +367,16 @@ def test_doctor_counts_tuned_tables_and_names_a_corrupt_one(tmp_path: Path, monk
     assert state == "broken" and str(path) in reason
 
 
+def test_doctor_says_whose_tables_serve_a_device_without_any(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from fastlayers_server.doctor import _tuned_tables
+
+    monkeypatch.setenv(env.TUNED_DIR, str(tmp_path))
+    (lent,), (own,), (none,) = (_tuned_tables(device_module.DESCRIBED[name]) for name in ("H100", "H200", "B200"))
+    count = int(str(own.reason).split()[0])
+    assert count > 20 and lent.reason == f"none for H100; {count} of H200, also sm_90, serve instead"
+    assert none.reason == "none for B200"
+
+
 def test_piped_output_is_not_wrapped() -> None:
     command = [sys.executable, "-m", "fastlayers_server.cli", "backends", "mla", "--device", "H200"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout

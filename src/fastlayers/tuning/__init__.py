@@ -1,7 +1,7 @@
 """Measuring and choosing: tuned tables, the ladders read from them, and (imported by name) the tuner and its clock.
 
 table.py        a table's file: where it is, what it holds, how it is checked
-ladder.py       which ladder serves a shape, its own or the nearest one's
+ladder.py       which ladder serves a shape: its own, the nearest one's, or a kin device's
 staleness.py    what a table's times depend on; sources.py the code of it; provenance.py
 search.py       the tuner; samples.py its journal; sweep.py its operands; clock.py its clock; rungs.py times to a ladder
 probe.py        the short check of a table at warm-up; probe_shapes.py the tables of shapes that have none
@@ -39,6 +39,7 @@ from fastlayers.tuning.table import (
     distance,
     find,
     key_of,
+    kin,
     neighbours,
     path_of,
     probed_dir,
@@ -51,7 +52,7 @@ from fastlayers.tuning.table import (
 
 __all__ = [
     "KEPT_WITHIN", "SCHEMA", "SHIPPED", "Found", "Tuned", "TunedTableError", "borrowed_loss", "borrowed_ratios",
-    "changes", "directories", "distance", "find", "fitted", "kernel_hash", "key_of", "ladder_for", "ladder_of",
+    "changes", "directories", "distance", "find", "fitted", "kernel_hash", "key_of", "kin", "ladder_for", "ladder_of",
     "lent_rungs", "lookup", "metadata", "neighbours", "packages_of", "path_of", "probed_dir", "read", "read_whole",
     "removable_packages", "rules", "rung_at", "shape_text", "tables", "times_of", "version_of", "write",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The ladder that serves a shape: read from its tuned table, or lent by the nearest shape that has one."""
+"""The ladder that serves a shape: read from its tuned table, or lent by the nearest shape, or by a kin device."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import logging
 import math
 import shlex
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from fastlayers.tuning.table import (
     TunedTableError,
     find,
     key_of,
+    lenders,
     neighbours,
     path_of,
     probed_dir,
@@ -58,19 +60,28 @@ class Rung:
 
 @dataclass(frozen=True)
 class Found:
-    """A table for a shape: its own (``exact``) or the nearest one; ``changed``: what is other than when it was made."""
+    """A table for a shape: its own (``exact``) or the nearest one; ``changed``: what is other than when it was made.
+
+    ``kin``: the device that it was made on, where that is another one; its times are no times of this device.
+    """
 
     path: Path
     table: Mapping[str, Any]
     exact: bool
     changed: tuple[str, ...]
     kind: str = ""
+    kin: str = ""
 
     @property
     def evidence(self) -> str:
         """What ``explain`` shows."""
         text = f"{self.kind or ('tuned table' if self.exact else 'nearest tuned table')} {self.path.name}"
         return f"{text}, made with other versions ({'; '.join(self.changed)})" if self.changed else text
+
+    @property
+    def whose(self) -> str:
+        """What a sentence about its times calls it."""
+        return f"{self.kin}'s tuned table" if self.kin else "the tuned table"
 
 
 @dataclass(frozen=True)
@@ -92,8 +103,9 @@ def ladder_for(
     """Return the tuned ladder for this shape and device, cut to the backends that are able to run.
 
     Rungs share the weight layout of the last one that can run (it serves the largest batches). The evidence names
-    what was dropped. ``None`` if no table exists, not even of another shape, or nothing of any can run. A rung whose
-    configuration does not fit the shape (:func:`fitted`) runs by its backend's own rule.
+    what was dropped. ``None`` if no table exists, not even of another shape or of a kin device, or nothing of any can
+    run. A rung whose configuration does not fit the shape (:func:`fitted`) runs by its backend's own rule. Rungs of a
+    kin device have no times.
 
     Raises
     ------
@@ -113,6 +125,8 @@ def ladder_for(
         if row.get("config") and not _takes_config(able[row["backend"]]):
             raise TunedTableError(f"tuned table {found.path}: backend {row['backend']!r} takes no config")
     rows = fitted(rows, cfg, able)
+    if found.kin:
+        rows = [{**row, "microseconds": None} for row in rows]
     rungs = tuple(
         Rung(r["max_tokens"], able[r["backend"]], r.get("microseconds"), tuple(sorted(r.get("config", {}).items())))
         for r in rows
@@ -194,6 +208,8 @@ def lookup(
 ) -> Found | None:
     """Return the table that serves a shape: the nearest of which a rung is ``able`` to run, its own first.
 
+    Then a warm-up's, and what is lent (:func:`~fastlayers.tuning.table.lenders`).
+
     Raises
     ------
     TunedTableError
@@ -205,11 +221,17 @@ def lookup(
     own_path = find(layer, key, device)
     if own_path is None and (found := _probed(layer, key, device, able)) is not None:
         return found
-    for path in ([own_path] if own_path is not None else []) + neighbours(layer, key, device):
-        table = read(path, layer, device, known)
+    own = [(own_path, device)] if own_path is not None else []
+    for path, other in chain(own, lenders(layer, key, device)):
+        table = read(path, layer, other, known)
         used = {row["backend"] for row in ladder_of(table, able)[0]}
-        if used:
-            return Found(path, table, path == own_path, changes(table, [able[name] for name in sorted(used)]))
+        if not used:
+            continue
+        changed = changes(table, [able[name] for name in sorted(used)])
+        if other.name == device.name:
+            return Found(path, table, path == own_path, changed)
+        nearest = "" if path.name == path_of(path.parent, layer, key, other).name else "nearest "
+        return Found(path, table, False, changed, f"{other.name}'s {nearest}tuned table", other.name)
     return None
 
 
@@ -234,13 +256,24 @@ _announced: set[str] = set()
 
 
 def _announce(layer: str, cfg: Any, device: Device, found: Found, able: Collection[str]) -> None:
-    """Say once per layer that a ladder is borrowed, what that may cost, and how to have an own one."""
-    if layer in _announced:
+    """Say once per layer that a ladder is borrowed, what that may cost, and how to have an own one.
+
+    Of a kin device all layers' are, as a rule: that is said once.
+    """
+    about = f"{device.name} by {found.kin}" if found.kin else layer
+    if about in _announced:
         return
-    _announced.add(layer)
+    _announced.add(about)
+    command = f"fastlayers tune --layer {layer} --shape {shlex.quote(shape_text(cfg))}"
+    if found.kin:
+        log.warning(
+            "%s: no tuned table for %s on %s; %s serves it, as tables of %s, also %s, serve what else has none here; "
+            "that may cost an unknown amount; to tune it: %s",
+            layer, key_of(cfg), device.name, found.path.name, found.kin, device.sm, command,
+        )  # fmt: skip
+        return
     loss = borrowed_loss(layer, device, able)
     cost = f"up to {100 * loss:.0f} % where it was measured" if loss is not None else "an unknown amount"
-    command = f"fastlayers tune --layer {layer} --shape {shlex.quote(shape_text(cfg))}"
     log.warning(
         "%s: no tuned table for %s on %s; the ladder of %s serves it, which may cost %s; to tune it: %s",
         layer, key_of(cfg), device.name, found.path.name, cost, command,
@@ -270,7 +303,7 @@ def borrowed_ratios(
     """
     found = {}
     for key, path in tables_by_key(layer, device):
-        rungs = lent_rungs(layer, key, device, able)
+        rungs = _rungs_of(((near, device) for near in neighbours(layer, key, device)), layer, able)
         table = read_whole(path, layer, device) if whole else read(path, layer, device)
         measured = [row for row in table.get("measured", []) if able is None or row["backend"] in able]
         if rungs and (ratios := _ratios(measured, rungs)):
@@ -279,9 +312,13 @@ def borrowed_ratios(
 
 
 def lent_rungs(layer: str, key: str, device: Device, able: Collection[str] | None = None) -> list[Mapping[str, Any]]:
-    """Return the nearest neighbour's ladder without what is not ``able``; empty if nobody lends one."""
-    for path in neighbours(layer, key, device):
-        rungs, _ = ladder_of(read(path, layer, device), able)
+    """Return what a shape's ladder is without an own table, without what is not ``able``; empty if nobody lends one."""
+    return _rungs_of(lenders(layer, key, device), layer, able)
+
+
+def _rungs_of(lent: Iterable[tuple[Path, Device]], layer: str, able: Collection[str] | None) -> list[Mapping[str, Any]]:
+    for path, other in lent:
+        rungs, _ = ladder_of(read(path, layer, other), able)
         if rungs:
             return rungs
     return []

@@ -19,8 +19,8 @@ instead, and which sources were timed. ``measured``, and what else only the tune
 a token count, at most. A rung's ``config`` is given to its backend as it is; without one the backend's own rule holds.
 ``cfg.tuning_key()`` gives the shape key; a configuration without that method is never tuned. A shape without a table
 takes the ladder of the nearest shape of which something can run: the same names and words in the key, the smallest
-distance of the logarithms of its numbers. ``fastlayers tune`` writes tables; of one made with the same versions it
-measures what is missing.
+distance of the logarithms of its numbers. Where the device has none such, tables of a kin device serve
+(:func:`lenders`). ``fastlayers tune`` writes tables; of one made with the same versions it measures what is missing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from fastlayers import env
-from fastlayers.device import Device
+from fastlayers.device import DESCRIBED, Device
 from fastlayers.errors import FastlayersError
 from fastlayers.runtime import kernel_cache
 
@@ -88,6 +88,31 @@ def neighbours(layer: str, key: str, device: Device) -> list[Path]:
     """Return the tables of other shapes whose keys differ from ``key`` in numbers only, the nearest first."""
     found = [(distance(key, other), other, path) for other, path in tables_by_key(layer, device) if other != key]
     return [path for _, _, path in sorted((far, other, path) for far, other, path in found if far is not None)]
+
+
+def kin(device: Device) -> list[Device]:
+    """Return the described devices of the same compute capability, those nearest in multiprocessors first.
+
+    Kernels compile to the same code there and fit as well: an H100's are an H200's, whose memory is faster.
+    """
+    if device.capability is None:
+        return []
+    same = [other for other in DESCRIBED.values() if other.capability == device.capability]
+    others = [other for other in same if other.name != device.name]
+    return sorted(others, key=lambda other: (abs(other.sm_count - device.sm_count), other.name))
+
+
+def lenders(layer: str, key: str, device: Device) -> Iterator[tuple[Path, Device]]:
+    """Yield the tables that may serve a shape without an own one, and the device of each: what is to be asked first.
+
+    Other shapes' on the device; kin devices' of this shape; kin devices' of other shapes.
+    """
+    yield from ((path, device) for path in neighbours(layer, key, device))
+    for other in kin(device):
+        if (path := find(layer, key, other)) is not None:
+            yield path, other
+    for other in kin(device):
+        yield from ((path, other) for path in neighbours(layer, key, other))
 
 
 def tables(layer: str, device: Device) -> list[Path]:
