@@ -99,7 +99,7 @@ class Kernels:
 
     def __init__(self, model: Any, limits: SchedulerConfig) -> None:
         self.model = nn.ModuleDict({"model": model, "sampler": Sampler(limits.vocab_size, device=model.device)})
-        self._limits = limits
+        self._limits, self.max_length = limits, limits.max_model_len
 
     def warm_up_calls(self, tokens: Sequence[int]) -> Iterator[tuple[str, Callable[[], Any]]]:
         """Yield what layers do not run by themselves."""

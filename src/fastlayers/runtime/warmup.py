@@ -30,7 +30,7 @@ from fastlayers.runtime import builds, compile_log, kernel_cache, precompile
 from fastlayers.runtime.compile_log import CompileWatch
 from fastlayers.runtime.package_builds import Built, Module, PackageBuilds
 from fastlayers.tuning.probe import choices_of, probe_tables
-from fastlayers.tuning.probe_shapes import probe_shapes
+from fastlayers.tuning.probe_shapes import Probed, probe_shapes
 from fastlayers.tuning.table import probed_dir
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class WarmupReport:
     Attributes
     ----------
     steps : list[tuple[str, float, int]]
-        What ran, its seconds, and how many kernels were compiled or loaded for it.
+        What ran, probes included, its seconds, and how many kernels were compiled or loaded for it.
     watch : CompileWatch
         Warns of every compile from now on; ``watch.close()`` ends that.
     left_out : list[str]
@@ -116,8 +116,8 @@ def warmup(
         record stays with the caches. False: take what is built by now. Either way what was chosen automatically is
         chosen again, and captured steps are captured again where that is something else.
     probe : bool
-        Time, once for this device and these versions, the backends of shapes on CUDA that have no tuned table, and
-        whether what a table of other versions takes is still the fastest.
+        Time, once for this device and these versions, the backends of shapes on CUDA that have no tuned table, a
+        minute of them at a time, and whether what a table of other versions takes is still the fastest.
     progress : bool
         Show a progress bar.
 
@@ -150,7 +150,7 @@ def warmup(
     for layer in layers:
         layer.choose_again(built_only=not build)
     try:
-        probed = _probe(module, layers, build) if probe else []
+        probed, probing = _probe(module, layers, build) if probe else ([], [])
         report = _run(module, layers if build else [], counts, left_out, (most, max_batch) if every else None, progress)
     except BaseException:
         for layer in layers:
@@ -158,7 +158,7 @@ def warmup(
         raise
     for layer in layers:
         layer.built_only = True
-    report.probed = probed
+    report.probed, report.steps = probed, probing + report.steps
     if build:
         report.built = builds.record(_automatic(layers), max(counts))
         _refresh_builds(module)
@@ -174,20 +174,35 @@ def _refresh_builds(module: Any) -> None:
         builds.meet(axis)
 
 
-def _probe(module: Any, layers: Sequence[Layer], build: bool) -> list[Path]:
+def _probe(module: Any, layers: Sequence[Layer], build: bool) -> tuple[list[Path], list[tuple[str, float, int]]]:
+    """Probe tables of other versions and shapes without one; return what was written, and the step that it was."""
     model = module if isinstance(module, nn.Module) else getattr(module, "model", None)
     axis = axis_of(module)
     probes = isinstance(model, nn.Module) and (axis is None or axis.rank == 0)
     written: list[Path] = []
-    if probes and isinstance(model, nn.Module):
-        probe_tables(model)
-        written = probe_shapes(model, build=build)
-    if axis is not None:
-        written = share_tables(written, probed_dir(), axis)
-    if written:
-        for layer in layers:
-            layer.choose_again(built_only=not build)
-    return written
+    begin, did = time.perf_counter(), list[str]()
+    with compile_log.counted() as seen:
+        if probes and isinstance(model, nn.Module):
+            if tables := probe_tables(model):
+                did.append(f"{len(tables)} tables of other versions checked")
+            written = probe_shapes(model, build=build, longest=_said_longest(module))
+            did += _shapes_told(written)
+        if axis is not None:
+            written = share_tables(written, probed_dir(), axis)
+            did += [] if probes else [f"the first rank's probes waited for, {len(written)} tables"]
+        if written:
+            for layer in layers:
+                layer.choose_again(built_only=not build)
+        kernels = len(seen())
+    return written, [(", ".join(did), time.perf_counter() - begin, kernels)] if did else []
+
+
+def _shapes_told(probed: Probed) -> list[str]:
+    """Return how many shapes without a table were probed, if there was one, and how many were left."""
+    if not probed.shapes:
+        return []
+    of = f" of {probed.shapes}" if len(probed) < probed.shapes else ""
+    return [f"{len(probed)}{of} shapes without a table probed"] + ([f"{probed.left} left"] if probed.left else [])
 
 
 def _run(
@@ -285,15 +300,21 @@ def _automatic(layers: Sequence[Layer]) -> Iterator[tuple[str, Backend, Any, Dev
 
 
 def _longest(module: Any) -> int:
+    """Return the most tokens of a prompt: what a module says its requests may have, or what is usual."""
+    if (said := _said_longest(module)) is not None:
+        return max(1, said - NEW_TOKENS)
+    rotaries = [layer.rotary for layer in _layers_of(module) if hasattr(layer, "rotary")]
+    return min([USUAL_TOKENS, *(getattr(rotary, "max_position", USUAL_TOKENS) for rotary in rotaries)])
+
+
+def _said_longest(module: Any) -> int | None:
     """Return the most tokens of a request that a module says it takes."""
     config: Any = getattr(module, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     places = (module, "max_length"), (config, "max_position_embeddings")
-    found = [value for holder, name in places if isinstance(value := getattr(holder, name, None), int)]
-    if found:
-        return max(1, min(found) - NEW_TOKENS)
-    rotaries = [layer.rotary for layer in _layers_of(module) if hasattr(layer, "rotary")]
-    return min([USUAL_TOKENS, *(getattr(rotary, "max_position", USUAL_TOKENS) for rotary in rotaries)])
+    return min(
+        (value for holder, name in places if isinstance(value := getattr(holder, name, None), int)), default=None
+    )
 
 
 def _powers(most: int) -> list[int]:

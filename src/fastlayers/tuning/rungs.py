@@ -19,6 +19,10 @@ class TuneError(FastlayersError, RuntimeError):
     """A shape cannot be tuned here."""
 
 
+class OutOfTimeError(TuneError):
+    """The time that a run was given is over: the tuner keeps its journal, a warm-up's probe nothing."""
+
+
 @dataclass(frozen=True)
 class Step:
     """One rung as the tuner chose it."""

@@ -29,7 +29,15 @@ from fastlayers.registry.spec import Case, spec_of
 from fastlayers.runtime.streams import side_stream
 from fastlayers.tuning.clock import SHORT_US, Clock, Timed, Timing, rounds_for
 from fastlayers.tuning.parity import check_parity
-from fastlayers.tuning.rungs import Step, TuneError, alternatives, as_rows, best_times, choose_ladder
+from fastlayers.tuning.rungs import (
+    OutOfTimeError,
+    Step,
+    TuneError,
+    alternatives,
+    as_rows,
+    best_times,
+    choose_ladder,
+)
 from fastlayers.tuning.samples import ALL, QUICK, Journal, Option, Sample, earlier
 from fastlayers.tuning.staleness import packages_of
 from fastlayers.tuning.sweep import between, case_at, drawn_on, inputs_of, peak_flops
@@ -39,10 +47,6 @@ MAX_CANDIDATES, QUICK_CANDIDATES = ALL, QUICK
 ROUNDS, KEPT, FEWEST = (3, 6, 13), 0.25, 4
 # Calls longer than this vary little: fewer rounds do. The last of short ones take more, see timing.py.
 LONG_US, LONG_ROUNDS = 2000.0, (2, 3, 5)
-
-
-class OutOfTimeError(TuneError):
-    """The time that a run was given is over; its journal is kept."""
 
 
 class NothingToTuneError(TuneError):
@@ -64,6 +68,8 @@ class Bench:
     most_candidates: int = MAX_CANDIDATES
     # Other projects' pipelines by name, made like a backend: timed beside the backends, never chosen.
     peers: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    # Called before each option is built, compiled or captured. What it raises ends the run: no option has failed.
+    check_time: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         self.spec, self.device = spec_of(self.layer), as_device(self.place)
@@ -143,12 +149,14 @@ class Bench:
     @torch.inference_mode()
     def ready(self, case: Case, options: Sequence[Option]) -> dict[Option, Timed]:
         """Build, compile and capture options over shared operands; those that cannot are noted in ``failed``."""
+        self.check_time()
         inputs = inputs_of(self.layer, case, self.place)
         if self.place.type == "cuda" and torch.cuda.memory_reserved(self.place) > self.device.memory_bytes // 2:
             torch.cuda.empty_cache()  # what random numbers left behind; a capture cannot give it back
         packed: dict[str | Option, Any] = {}
         calls: dict[Option, Callable[[], Any]] = {}
         for option in options:
+            self.check_time()
             with self.noting(option):
                 impl = self.row(option).load()(self.cfg)
                 # Packed weights are one for all of a backend's configurations, as in a ladder; plans are not.
@@ -160,6 +168,7 @@ class Bench:
         timed: dict[Option, Timed] = {}
         for option, call in calls.items():
             if option not in self.failed:
+                self.check_time()
                 with self.noting(option):
                     timed[option] = self.clock.prepare(call)
         return timed
@@ -175,6 +184,7 @@ class Bench:
         """
 
         def first(option: Option, call: Callable[[], Any]) -> None:
+            self.check_time()
             with self.noting(option), torch.inference_mode(), torch.cuda.stream(side_stream(self.place)):
                 call()
 
@@ -182,12 +192,14 @@ class Bench:
             return
         torch.cuda.synchronize(self.place)  # the operands are there before other streams read them
         alone = {option for option in calls if packages_of(self.row(option)) != ("triton",)}
-        for option in alone:
-            first(option, calls[option])
-        with ThreadPoolExecutor(self.threads) as pool:
-            for done in [pool.submit(first, option, call) for option, call in calls.items() if option not in alone]:
-                done.result()
-        torch.cuda.synchronize(self.place)
+        try:
+            for option in alone:
+                first(option, calls[option])
+            with ThreadPoolExecutor(self.threads) as pool:
+                for done in [pool.submit(first, *each) for each in calls.items() if each[0] not in alone]:
+                    done.result()
+        finally:
+            torch.cuda.synchronize(self.place)  # whoever gives up lets the operands go
 
     def time_at(self, tokens: int, more: Iterable[Option] = ()) -> list[Sample]:
         """Return what every option takes at this token count; the slow ones are timed a little only."""

@@ -28,7 +28,7 @@ from fastlayers_server.engine.loop import Engine
 from fastlayers_server.engine.mtp import ModelDrafts
 from fastlayers_server.engine.protocol import Shutdown
 from fastlayers_server.engine.startup import build
-from fastlayers_server.engine.warming import behind_prefixes, draw_specially, measure, tails, warm_up
+from fastlayers_server.engine.warming import Kernels, behind_prefixes, draw_specially, measure, tails, warm_up
 
 SMALL = EngineConfig(device="cpu", max_model_len=256, max_running_requests=4, page_size=16, no_freeze_gc=True)
 
@@ -271,6 +271,8 @@ def test_a_warm_up_runs_each_kind_of_layer_and_no_whole_step(monkeypatch: pytest
     def count(module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
         ran.setdefault(type(module).__name__, set()).add(arguments[0].shape[0])
 
+    # Decode behind longer requests is not probed.
+    assert Kernels(model, limits).max_length == parts.info.max_model_len
     hook = torch.nn.modules.module.register_module_forward_pre_hook(count)
     said: list[str] = []
     try:
