@@ -165,12 +165,14 @@ def _suites() -> Iterator[Part]:
         ("gpu_suite", " ".join(file for file in files if file != parity), 260), ("gpu_parity", parity, 360)
     ):  # fmt: skip
         command = f"pytest {paths} -m gpu -n {{workers}} --dist worksteal {suite}"
-        yield Part(name, command, f"{name}_h200.json", took, "10, 15, 16: the GPU suite", ("xdist",), noisy=True)
-    between = " ".join(f"tests/comm/test_{name}.py" for name in ("two_gpus", "gpu_faults", "gpu_replays", "world"))
-    yield Part(
-        "multigpu_suite", f"pytest {between} -m multigpu {suite}", "multigpu_suite_h200.json", 300,
-        "10: 2; 14: 2", (), 2, PLAIN,
-    )  # fmt: skip
+        yield Part(name, command, f"{name}.json", took, "10, 15, 16: the GPU suite", ("xdist",), noisy=True)
+    for name, files, took in (
+        ("multigpu_suite", ("two_gpus", "world"), 130), ("multigpu_faults", ("gpu_faults", "gpu_replays"), 160)
+    ):  # fmt: skip
+        between = " ".join(f"tests/comm/test_{file}.py" for file in files)
+        yield Part(
+            name, f"pytest {between} -m multigpu {suite}", f"{name}.json", took, "10: 2; 14: 2", (), 2, PLAIN,
+        )  # fmt: skip
     models = "tests/models/test_models_on_two_gpus.py"
     for name, paths, took in (
         ("multigpu_models", f"{models} tests/models/test_logits_of_two_ranks.py -k 'not sent'", 140),
@@ -178,11 +180,11 @@ def _suites() -> Iterator[Part]:
     ):
         yield Part(
             name, f"pytest {paths} -m multigpu {suite}",
-            f"{name}_h200.json", took, "14: 2, tokens of whole models", (), 2, PLAIN, noisy=True,
+            f"{name}.json", took, "14: 2, tokens of whole models", (), 2, PLAIN, noisy=True,
         )  # fmt: skip
     yield Part(
         "multigpu_packages", f"pytest tests/comm/test_two_gpus_packages.py -m multigpu {suite}",
-        "multigpu_packages_h200.json", 175, "14: item 1, rows of packages", ("flashinfer", "sgl_kernel"), 2, noisy=True,
+        "multigpu_packages.json", 175, "14: item 1, rows of packages", ("flashinfer", "sgl_kernel"), 2, noisy=True,
     )  # fmt: skip
     checkpoints = (
         ("tiny", "tiny", "mla", "dequantised,fp8-block"),
@@ -391,12 +393,12 @@ def _tables() -> Iterator[Part]:
 
 # What comes first: figures that most targets ask for and that few seconds give; then the rest as it stands.
 VALUE = (
-    "generate.*", "tp8_layer*", "multigpu_suite", "two.decode", "two.rows", "two.start*", "serve_two.tp2",
-    "serve_two.one", "host_time.*", "patch_plain.*", "gpu_*", "first_token.*", "patch_qwen*", "mla_alone",
-    "serve.qwen*", "serve.gpt*", "two.slice*", "two.groups", "one.*", "eval.*.auto", "generate_alone.*",
+    "generate.*", "tp8_layer*", "multigpu_suite", "multigpu_faults", "two.decode", "two.rows", "two.start*",
+    "serve_two.tp2", "serve_two.one", "host_time.*", "patch_plain.*", "gpu_*", "first_token.*", "patch_qwen*",
+    "mla_alone", "serve.qwen*", "serve.gpt*", "two.slice*", "two.groups", "one.*", "eval.*.auto", "generate_alone.*",
     "two.prefill", "eplb", "capture", "mla.*", "gqa.few_heads", "gqa*", "small_ops.turns", "small_ops",
-    "fp8_linear.*", "fused_moe", "cold_start.*", "ablation.*", "speculation",
-    "several_tokens", "weight_only", "drafts", "untuned_shapes.*",
+    "fp8_linear.*", "fused_moe", "cold_start.*", "ablation.*", "speculation", "several_tokens", "weight_only",
+    "drafts", "untuned_shapes.*",
 )  # fmt: skip
 
 

@@ -328,7 +328,7 @@ def deepseek() -> Found:
 
 def suite() -> Found:
     """Items 21 and 58: tests on a GPU."""
-    path = RESULTS / "gpu_suite_h200.json"
+    path = RESULTS / "gpu_suite.json"
     found = json.loads(path.read_text()) if path.is_file() else {}
     if "sources" not in found:  # of a commit that has not got these tests
         return None
@@ -368,7 +368,7 @@ FIGURES = (
     Figure(18, "rotation, peers launched dependently", "performance/small_ops.jsonl#rotary",
            lambda: dependent_peers("rotary")),
     Figure(19, "rotation by three axes; vision tower", "systems_h200.jsonl#three axes", three_axes),
-    Figure(21, "steps that wait for nothing", "gpu_suite_h200.json#passed", suite),
+    Figure(21, "steps that wait for nothing", "gpu_suite.json#passed", suite),
     Figure(22, "decode without a threshold", "performance/gqa.jsonl#a key head", tensor_cores),
     Figure(24, "router, peers launched dependently", "performance/small_ops.jsonl#router",
            lambda: dependent_peers("router")),
@@ -394,7 +394,7 @@ FIGURES = (
            lambda: _taken("products_h200.jsonl", "int8_linear", "sgl_kernel")),
     Figure(50, "rows in FP8 between ranks", "two_gpus_exchange_h200.jsonl#gather_fp8_us", narrow_rows),
     Figure(53, "attention groups beside ranks", "two_gpus_slice_h200.jsonl#decode_groups", groups),
-    Figure(58, "a chain of 10,000 dependent launches", "gpu_suite_h200.json#passed", suite),
+    Figure(58, "a chain of 10,000 dependent launches", "gpu_suite.json#passed", suite),
     Figure(56, "capture of all buckets", "performance/capture.jsonl#frozen", capture),
     Figure(61, "drafts of the NextN layer, captured", "drafts_h200.jsonl#mtp", drafts),
     Figure(65, "a collection between tokens", "pauses.json#full_collection_ms", pauses),

@@ -109,8 +109,8 @@ def gpu_tests(row: System) -> Iterator[str]:
 
 
 def test_a_run_of_tests_that_is_evidence_passed_and_ran_those_of_the_row() -> None:
-    rows = [row for row in ROWS if "gpu_suite_h200.json" in row.evidence and row.state == "done"]
-    found = json.loads((RESULTS / "gpu_suite_h200.json").read_text())
+    rows = [row for row in ROWS if "gpu_suite.json" in row.evidence and row.state == "done"]
+    found = json.loads((RESULTS / "gpu_suite.json").read_text())
     ran = re.findall(r"tests/\S+\.py", found["command"])  # none: all of them
     for row in rows:
         wanted = set(gpu_tests(row))
@@ -400,7 +400,7 @@ def test_states_follow_from_figures(tool: Any, tmp_path: Path, monkeypatch: pyte
         {"item": 35, "tokens": 4, "experts": 1, "us": 5.0, "copy_us": 4.0})  # fmt: skip
     assert state(19)[1] == "not done: the vision tower is slower than stock's"
     assert state(32)[1] == state(35)[1] == "done"
-    (tmp_path / "gpu_suite_h200.json").write_text(json.dumps({"failed": 0, "error": 1, "passed": 9, "commit": "abc",
+    (tmp_path / "gpu_suite.json").write_text(json.dumps({"failed": 0, "error": 1, "passed": 9, "commit": "abc",
                                                               "sources": "x"}))  # fmt: skip
     assert state(21)[1] == "not done: 1 tests fail"
     cfg = "num_heads={}, kv_dtype=torch.float8_e4m3fn, fp8_math={}"

@@ -180,7 +180,8 @@ def _probe(module: Any, layers: Sequence[Layer], build: bool) -> tuple[list[Path
     axis = axis_of(module)
     probes = isinstance(model, nn.Module) and (axis is None or axis.rank == 0)
     written: list[Path] = []
-    begin, did = time.perf_counter(), list[str]()
+    did: list[str] = []
+    begin = time.perf_counter()
     with compile_log.counted() as seen:
         if probes and isinstance(model, nn.Module):
             if tables := probe_tables(model):
