@@ -10,7 +10,6 @@ between processes they travel as msgpack over a zmq socket. Nothing here imports
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -314,17 +313,12 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """Return token ids as little-endian int32 bytes; raises ``OverflowError`` for what int32 does not hold."""
-    packed = array("i", ids)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+    """Return token ids as int32 bytes of this machine, which both sides share; ``OverflowError``: an id is none."""
+    return array("i", ids).tobytes()
 
 
 def unpack_ids(packed: bytes) -> list[int]:
     """Return the ids of :func:`pack_ids`; raises ``ValueError`` if the bytes are no whole number of ids."""
     ids = array("i")
     ids.frombytes(packed)
-    if sys.byteorder == "big":
-        ids.byteswap()
     return ids.tolist()
