@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
@@ -20,53 +19,47 @@ import msgspec
 # How a request ends. "stop": an end token, a stop id, or a stop string that the front found.
 FINISHES = ("stop", "length", "abort", "error")
 # Why a request ended with "error", and the HTTP status that a front makes of it.
-ERROR_CODES: Mapping[str, int] = MappingProxyType(
-    {
-        "invalid_prompt": 400,  # empty, ids outside the vocabulary, parameters outside their ranges
-        "context_length_exceeded": 400,
-        "invalid_grammar": 400,
-        "request_timeout": 408,  # its deadline passed while it waited
-        "duplicate_request_id": 409,
-        "queue_full": 429,
-        "nonfinite_logits": 500,
-        "internal_error": 500,
-        "draining": 503,  # the server is about to end, or the engine is gone for good
-        "engine_restarting": 503,  # it died, and comes back
-        "grammar_lost": 503,  # the engine has not the one that was compiled, and is brought it with the next request
-    }
-)
+ERROR_CODES: Mapping[str, int] = {
+    "invalid_prompt": 400,  # empty, ids outside the vocabulary, parameters outside their ranges
+    "context_length_exceeded": 400,
+    "invalid_grammar": 400,
+    "request_timeout": 408,  # its deadline passed while it waited
+    "duplicate_request_id": 409,
+    "queue_full": 429,
+    "nonfinite_logits": 500,
+    "internal_error": 500,
+    "draining": 503,  # the server is about to end, or the engine is gone for good
+    "engine_restarting": 503,  # it died, and comes back
+    "grammar_lost": 503,  # the engine has not the one that was compiled, and is brought it with the next request
+}
 CONTROLS = (
     "stats", "explain", "backends", "flush_cache", "freeze_gc", "start_profile", "stop_profile", "drain", "resume"
 )  # fmt: skip
 # Phases of a start, in their order, as Beat and an engine's client tell them; the last two are those of a running one.
 PHASES = ("starting", "weights", "warmup", "capture", "serving", "draining", "dead")
 # Counters of Stats: name -> what its keys are ("" where the only key is "").
-COUNTERS: Mapping[str, str] = MappingProxyType(
-    {
-        "requests_total": "finish",
-        "rejections_total": "code",
-        "prompt_tokens_total": "source",  # computed, cached, recomputed
-        "generation_tokens_total": "",
-        "wasted_tokens_total": "reason",  # overlap, abort, stop_string, speculation, error, replay
-        "prefix_queries_total": "",  # tokens looked up
-        "prefix_hits_total": "",  # tokens found
-        "evicted_pages_total": "",
-        "preemptions_total": "",
-        "nonfinite_rows_total": "",
-        "graph_replays_total": "key",
-        "eager_steps_total": "why",
-        "jit_compiles_total": "kernel",  # since the engine is ready: none is meant to be
-        "stalls_total": "where",  # what took a tenth of a second more than it may: host, device, collector, messages
-        "spec_drafts_total": "",
-        "spec_draft_tokens_total": "",
-        "spec_accepted_tokens_total": "position",
-    }
-)
+COUNTERS: Mapping[str, str] = {
+    "requests_total": "finish",
+    "rejections_total": "code",
+    "prompt_tokens_total": "source",  # computed, cached, recomputed
+    "generation_tokens_total": "",
+    "wasted_tokens_total": "reason",  # overlap, abort, stop_string, speculation, error, replay
+    "prefix_queries_total": "",  # tokens looked up
+    "prefix_hits_total": "",  # tokens found
+    "evicted_pages_total": "",
+    "preemptions_total": "",
+    "nonfinite_rows_total": "",
+    "graph_replays_total": "key",
+    "eager_steps_total": "why",
+    "jit_compiles_total": "kernel",  # since the engine is ready: none is meant to be
+    "stalls_total": "where",  # what took a tenth of a second more than it may: host, device, collector, messages
+    "spec_drafts_total": "",
+    "spec_draft_tokens_total": "",
+    "spec_accepted_tokens_total": "position",
+}
 # Histograms of Stats: name -> upper bounds of its buckets, in seconds; the last bucket of the counts is +Inf.
 SECONDS = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
-HISTOGRAMS: Mapping[str, tuple[float, ...]] = MappingProxyType(
-    {name: SECONDS for name in ("queue_seconds", "prefill_seconds", "decode_seconds", "tick_seconds")}
-)
+HISTOGRAMS = dict.fromkeys(("queue_seconds", "prefill_seconds", "decode_seconds", "tick_seconds"), SECONDS)
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):

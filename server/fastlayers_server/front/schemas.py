@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -24,9 +23,9 @@ LACKING = {
     "the prefix cache keeps what is used, for no fixed time": "prompt_cache_retention",
     "the grammar backend is the server's": "guided_decoding_backend",
 }
-REFUSED: Mapping[str, str] = MappingProxyType({name: why for why, names in LACKING.items() for name in names.split()})
+REFUSED: Mapping[str, str] = {name: why for why, names in LACKING.items() for name in names.split()}
 # Of a response only the neutral value is accepted.
-NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType({"store": (False,), "service_tier": ("auto", "default")})
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {"store": (False,), "service_tier": ("auto", "default")}
 # Accepted without effect: they tell a provider who asks, or what to file it under.
 WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 
@@ -42,7 +41,7 @@ class Model(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     refused: ClassVar[Mapping[str, str]] = REFUSED
     idle: ClassVar[tuple[Any, ...]] = (None,)  # with which a refused field asks for nothing
-    aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # names of other servers -> what they constrain by
+    aliases: ClassVar[Mapping[str, str]] = {}  # names of other servers -> what they constrain by
 
 
 TextPart = Annotated[str, Field(max_length=4_000_000)]
@@ -247,12 +246,10 @@ class Common(Asked):
     request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
     return_token_ids: bool | None = None
     # vLLM's before 0.12, and SGLang's.
-    aliases: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {
-            "guided_json": "json", "json_schema": "json", "guided_regex": "regex", "regex": "regex",
-            "guided_grammar": "grammar", "ebnf": "grammar", "guided_choice": "choice",
-        }
-    )  # fmt: skip
+    aliases: ClassVar[Mapping[str, str]] = {
+        "guided_json": "json", "json_schema": "json", "guided_regex": "regex", "regex": "regex",
+        "guided_grammar": "grammar", "ebnf": "grammar", "guided_choice": "choice",
+    }  # fmt: skip
 
     @model_validator(mode="before")
     @classmethod
