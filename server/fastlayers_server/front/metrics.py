@@ -71,17 +71,15 @@ class Metrics(Collector):
         self.registry.register(self)
         own: dict[str, Any] = {"registry": self._own}
 
-        def seconds(name: str, text: str) -> Histogram:
-            return Histogram(f"fastlayers_{name}_seconds", text, buckets=SECONDS, **own)
+        def seconds(name: str, text: str, *labels: str) -> Histogram:
+            return Histogram(f"fastlayers_{name}_seconds", text, labels, buckets=SECONDS, **own)
 
         self.ttft = seconds("ttft", "From the complete body to the first token")
         self.itl = seconds("itl", "Between a request's news")
         self._tpot = seconds("tpot", "Time per output token after the first, of requests that ended")
         self._e2e = seconds("e2e", "From the complete body to the end")
         self.grammar_compile = seconds("grammar_compile", "Compiling one grammar")
-        self._gc = Histogram(
-            "fastlayers_gc_pause_seconds", "Collections of the front", ["generation"], buckets=SECONDS, **own
-        )
+        self._gc = seconds("gc_pause", "Collections of the front", "generation")
         self._prompt = Histogram("fastlayers_prompt_length", "Tokens", buckets=LENGTHS, **own)
         self._output = Histogram("fastlayers_output_length", "Tokens", buckets=LENGTHS, **own)
         self.aborts = Counter("fastlayers_aborts", "Requests ended early", ["cause"], **own)
@@ -174,13 +172,9 @@ def family_of(kind: Any, name: str, text: str, label: str, values: Mapping[str, 
 
 def of_stats(stats: Stats) -> Iterator[core.Metric]:
     """Yield the families of an engine's Stats."""
-    gauges = {
-        "requests_running": ("Requests with a slot", stats.running),
-        "requests_waiting": ("Requests without one", stats.waiting),
-        "waiting_tokens": ("Prompt tokens of the waiting ones", stats.waiting_tokens),
-    }
-    for name, (text, value) in gauges.items():
-        yield core.GaugeMetricFamily(f"fastlayers_{name}", text, value)
+    yield core.GaugeMetricFamily("fastlayers_requests_running", "Requests with a slot", stats.running)
+    yield core.GaugeMetricFamily("fastlayers_requests_waiting", "Requests without one", stats.waiting)
+    yield core.GaugeMetricFamily("fastlayers_waiting_tokens", "Prompt tokens of the waiting ones", stats.waiting_tokens)
     yield family_of(core.GaugeMetricFamily, "pages", "Pages of the cache", "state", stats.pages)
     used = stats.pages.get("private", 0) + stats.pages.get("locked", 0)
     usage = used / max(1, sum(stats.pages.values()))

@@ -279,9 +279,7 @@ class Harmony(Splitter):
         super().__init__(tokens, self.MARKERS, keep_special)
         # A prompt that ends within a message is continued there.
         tail = tokens.decode(prompt[-256:])
-        self._header: str | None = (
-            "" if tail.endswith("<|start|>assistant") or not tail.endswith("<|message|>") else None
-        )
+        self._header: str | None = None if tail.endswith("<|message|>") else ""
         self._kind, self._calls, self._said = "content", 0, False
         if self._header is None:
             self._open(tail[tail.rfind("<|start|>") :])
