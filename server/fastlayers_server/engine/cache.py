@@ -161,10 +161,8 @@ class PrefixCache:
                 self._free.extend(node.pages)
                 continue
             self.evictable += len(node.pages)
-            if forget and not node.children:
-                self._remove(node)
-            elif not node.children:
-                self._push(node)
+            if not node.children:
+                (self._remove if forget else self._push)(node)
         path.clear()
         pages.clear()
         return self._free[before:]

@@ -28,11 +28,8 @@ def refusal(
         given = f"{prompt} prompt tokens and {submit.max_new_tokens} new ones"
         return "context_length_exceeded", f"{given} do not fit the context of {config.max_model_len} tokens"
     if prompt > config.max_queued_tokens:  # another try would be refused as well
-        most = f"{config.max_queued_tokens} (--max-queued-tokens)"
-        return (
-            "context_length_exceeded",
-            f"{prompt} prompt tokens are more than may wait at all; accepted: at most {most}",
-        )
+        accepted = f"at most {config.max_queued_tokens} (--max-queued-tokens)"
+        return "context_length_exceeded", f"{prompt} prompt tokens are more than may wait at all; accepted: {accepted}"
     if queue.count >= config.max_queued_requests + free or queue.tokens + prompt > config.max_queued_tokens:
         beside = f" beside one for each of {free} free slots" if free else ""
         requests = f"{config.max_queued_requests} (--max-queued-requests){beside}"

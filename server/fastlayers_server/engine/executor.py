@@ -23,18 +23,7 @@ from fastlayers_server.engine.mtp import ModelDrafts, MTPDrafts
 from fastlayers_server.engine.protocol import TokenLogprobs
 from fastlayers_server.engine.request import Chunk, Request, TickPlan, TickResult
 from fastlayers_server.engine.special import Special, SpecialDraws, Telling
-from fastlayers_server.engine.step import (
-    ALL,
-    DECODES,
-    GREEDY,
-    LOGITS,
-    PASSED,
-    TREE,
-    VERIFY,
-    SlotStep,
-    on_device,
-    prompt_logprobs_wanted,
-)
+from fastlayers_server.engine.step import ALL, DECODES, GREEDY, LOGITS, PASSED, TREE, VERIFY, SlotStep, on_device
 
 # Requests of a captured extend, besides as many as may run where these are part of it: few, for the graphs' number.
 REQUESTS = (1, 8, 32)
@@ -279,7 +268,7 @@ class TorchExecutor:
             step.held.append(Held(0, logits[-len(rows) :], rows, _within(plan, 0, len(rows)), False))
         first = 0
         for chunk in chunks:
-            if hidden is not None and prompt_logprobs_wanted(chunk):
+            if hidden is not None and chunk.tells_prompt:
                 end = min(chunk.start + len(chunk.ids), chunk.request.prompt_len - 1)
                 follow = chunk.request.tokens[chunk.start + 1 : end + 1]
                 top = chunk.request.submit.prompt_logprobs

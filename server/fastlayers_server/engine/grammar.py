@@ -68,9 +68,8 @@ class GrammarWorker:
         try:
             await self._answer(START_SECONDS)
         except (ValueError, TimeoutError) as error:  # no grammar is to blame for that
-            raise RuntimeError(
-                f"no process that compiles grammars starts with the tokenizer of {self._folder}"
-            ) from error
+            said = f"no process that compiles grammars starts with the tokenizer of {self._folder}"
+            raise RuntimeError(said) from error
 
     async def compile(self, source: str) -> str:
         """Return the serialised compiled grammar of a structural tag, as JSON.
@@ -131,9 +130,8 @@ def work(arguments: Sequence[str]) -> None:
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # systemd sends it to all processes of a service; the front kills
     folder, vocab_size, ends, memory = arguments
-    compiler = GrammarCompiler(
-        tokenizer_info(Path(folder), int(vocab_size), [int(i) for i in ends.split(",") if i]), cache_enabled=False
-    )
+    info = tokenizer_info(Path(folder), int(vocab_size), [int(i) for i in ends.split(",") if i])
+    compiler = GrammarCompiler(info, cache_enabled=False)
     resource.setrlimit(resource.RLIMIT_DATA, (int(memory), int(memory)))
 
     def answer(serialized: str, wrong: str) -> None:

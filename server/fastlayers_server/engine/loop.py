@@ -247,9 +247,8 @@ class Engine:
         apart = plan.masked or plan.verify or (plan.chunks and not plan.mixed)
         if not (self.overlap and rows) or apart or now - self._came > RECENT or scheduler.backlog:
             return
-        left = self.patience.left(
-            scheduler.budget.seconds(sum(len(chunk.ids) for chunk in plan.chunks), rows), now - self._began
-        )
+        expected = scheduler.budget.seconds(plan.extend_tokens, rows)
+        left = self.patience.left(expected, now - self._began)
         if left > 0.0:
             self._waited = True
             self.pause(left)
@@ -283,7 +282,7 @@ class Engine:
         """
         now = self.clock()
         if now - begin > LONG:
-            rows, tokens = len(plan.rows), sum(len(chunk.ids) for chunk in plan.chunks)
+            rows, tokens = len(plan.rows), plan.extend_tokens
             expected = 0.0 if where == "commit" else self.scheduler.budget.apart(tokens, rows)
             self.stalls.note(where, now - begin, expected, tick=self.scheduler.ticks, rows=rows, tokens=tokens)
         return now

@@ -119,6 +119,12 @@ class Chunk(msgspec.Struct, array_like=True):
             found.append(0 if parent < 0 else found[parent] + 1)
         return found
 
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether the log-probabilities of these prompt tokens are asked for, and not told yet."""
+        request = self.request
+        return request.submit.prompt_logprobs >= 0 and not request.told and self.start < request.prompt_len
+
 
 def verifying(request: Request, draft: Sequence[int]) -> Chunk:
     """Return a request's last token and the drafts behind it."""

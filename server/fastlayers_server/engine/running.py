@@ -35,11 +35,6 @@ class Running:
         """How many slots are free."""
         return len(self._slots)
 
-    @property
-    def full(self) -> bool:
-        """Whether no slot is free."""
-        return not self._slots
-
     def enter(self, plan: TickPlan, request: Request, path: list[Node]) -> None:
         """Give a slot to a request whose beginning is cached in ``path``."""
         self.cache.lock(path)

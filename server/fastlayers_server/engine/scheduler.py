@@ -207,7 +207,7 @@ class Scheduler:
         extends = sum(request in lengths for request in partial)
         unfinished = sum(lengths.get(request, 0) < request.goal for request in partial)
         promised = -1
-        while budget > 0 and not running.full and extends < config.max_extend_requests:
+        while budget > 0 and running.free and extends < config.max_extend_requests:
             request = self.queue.head()
             if request is None or request.inflight or self._held(request, now):
                 return

@@ -89,9 +89,8 @@ class Lookups:
         for request in rows if len(watched) < WATCHED else ():
             if not request.general and request not in self._expected:
                 # One at a time, and a long prompt over eight ticks at most: the device may wait for this.
-                if self._lookups.setdefault(request, Lookup()).read(
-                    request.tokens, max(READ, len(request.tokens) // 8)
-                ):
+                lookup = self._lookups.setdefault(request, Lookup())
+                if lookup.read(request.tokens, max(READ, len(request.tokens) // 8)):
                     self._expected[request] = len(request.tokens), self.draft(request, 1)
                 break
         return right, wrong

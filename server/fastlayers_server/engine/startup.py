@@ -242,10 +242,8 @@ def scheduler_config(config: EngineConfig, model: Any, drafter: Any = None) -> S
         pages, room = config.num_pages, f"{config.num_pages} pages"
     else:
         budget = _cache_bytes(config, model.device)
-        pages, room = (
-            least_of_ranks(model, min(most, budget // page_bytes)),
-            f"{budget / 2**30:.1f} GiB that are left for the cache",
-        )
+        pages = least_of_ranks(model, min(most, budget // page_bytes))
+        room = f"{budget / 2**30:.1f} GiB that are left for the cache"
     if pages - 1 < one:
         needs = f"{(one + 1) * page_bytes / 2**30:.2f} GiB, {one + 1} pages"
         raise ArgumentError("engine", "max_model_len", f"{length}, which needs {needs}", f"what fits {room}")

@@ -12,6 +12,7 @@ its logits too, where a request wants something else than the likeliest token. L
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from operator import add
 from typing import Any
 
@@ -196,11 +197,8 @@ class SlotStep(ModelStep):
         return ExtendBucket(key.tokens, key.requests, each, key.mode == TREE)
 
     def _send_drafts(self, chunks: Sequence[Chunk], width: int) -> None:
-        rows: list[int] = []
-        depths: list[int] = []
-        parents: list[int] = []
-        drafts: list[int] = []
-        ids: list[int] = []
+        columns: list[list[int]] = [[] for _ in range(5)]
+        rows, depths, parents, drafts, ids = columns
         for chunk in chunks:
             count, first = len(chunk.ids), len(rows)
             rows += [chunk.request.slot - 1] * count
@@ -208,9 +206,10 @@ class SlotStep(ModelStep):
             parents += [first + max(parent, 0) for parent in chunk.parents or range(-1, count - 1)]
             drafts += [RIGHT, *(chunk.ids[1:] if self.scripted is None else self.scripted(chunk))]
             ids += chunk.ids
-        idle, nothing, self._width = width - len(rows), [0] * (width - len(rows)), width
-        known = [*rows, *[self.nobody] * idle, *depths, *nothing, *parents, *nothing, *drafts, *[-1] * idle]
-        self._verify_in.send([*known, *ids, *nothing, len(ids)])
+        count, self._width = len(ids), width
+        for column, padding in zip(columns, (self.nobody, 0, 0, -1, 0), strict=True):
+            column += [padding] * (width - count)
+        self._verify_in.send([*chain.from_iterable(columns), count])
 
     def _run(self, meta: AttentionMeta, mode: str) -> torch.Tensor:
         size = meta.num_tokens
@@ -362,9 +361,3 @@ class SlotStep(ModelStep):
         accepted = right & (depths > 0)
         drawn = drawn.index_copy(0, parents[accepted], drafts[accepted])
         return self._settle(drawn, right, params.offset)
-
-
-def prompt_logprobs_wanted(chunk: Chunk) -> bool:
-    """Whether the log-probabilities of this chunk's prompt tokens are asked for, and not told yet."""
-    request = chunk.request
-    return request.submit.prompt_logprobs >= 0 and not request.told and chunk.start < request.prompt_len

@@ -84,9 +84,7 @@ def tails(config: SchedulerConfig) -> list[tuple[int, int]]:
 
     How many programs share a row's keys follows from both, and each such number is a kernel of its own.
     """
-    lengths = [
-        512 << power for power in range(config.max_model_len.bit_length()) if 512 << power < config.max_model_len
-    ]
+    lengths = [512 << power for power in range(32) if 512 << power < config.max_model_len]
     counts = [count for count in (2, 4, 8, 16, 32, 64) if count <= config.max_batched_tokens]
     return [(count, length) for length in (*lengths, config.max_model_len) for count in counts if count < length]
 
