@@ -17,17 +17,9 @@ from numbers import Integral, Real
 from operator import index
 from typing import Any, Literal
 
+from fastlayers_server.engine import protocol as p
 from fastlayers_server.engine.config import EngineConfig
 from fastlayers_server.engine.loop import NAP
-from fastlayers_server.engine.protocol import (
-    Abort,
-    FromEngine,
-    Sampling,
-    StepOut,
-    Submit,
-    TokenLogprobs,
-    pack_ids,
-)
 from fastlayers_server.front.errors import ApiError
 from fastlayers_server.front.generation import sibling_seed
 from fastlayers_server.front.metrics import Metrics
@@ -113,7 +105,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str = ""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[p.TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass
@@ -157,7 +149,7 @@ class LLM:
             self.engine = build(settings, lambda phase: None, model=loaded)
         except (ValueError, LookupError, RuntimeError, OSError) as error:
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
-        self._news: deque[FromEngine] = deque()
+        self._news: deque[p.FromEngine] = deque()
         self._turn, self._whose = threading.Lock(), 0  # thread that is served
         self._rid, self._metrics, self._closed = 0, Metrics(model), False
         self.info = self.engine.begin(self._news.append)
@@ -213,7 +205,7 @@ class LLM:
     def _run(self, completions: Sequence[Completion], ways: Sequence[Params]) -> Iterator[None]:
         """Fill in the answers; yields after every tick that told something."""
         rows: dict[int, tuple[Row, Answer, Completion]] = {}
-        asked: list[Submit] = []
+        asked: list[p.Submit] = []
         with self._alone():
             for completion, way in zip(completions, ways, strict=True):
                 job = Job("", self, self._metrics, time.monotonic(), 0)
@@ -230,7 +222,7 @@ class LLM:
                 while left:
                     if not self.engine.tick() and not self._news:
                         time.sleep(NAP)
-                    told = [o for m in self._taken() if isinstance(m, StepOut) for o in m.outputs if o.rid in left]
+                    told = [o for m in self._taken() if isinstance(m, p.StepOut) for o in m.outputs if o.rid in left]
                     for output in told:
                         row, answer, completion = rows[output.rid]
                         row.feed(output)
@@ -275,9 +267,9 @@ class LLM:
 
     def abort(self, rids: list[int], finish: Literal["abort", "stop"] = "abort") -> None:
         """End requests, as :meth:`fastlayers_server.front.link.Link.abort`."""
-        self.engine.post(Abort(tuple(rids), finish))
+        self.engine.post(p.Abort(tuple(rids), finish))
 
-    def _taken(self) -> list[FromEngine]:
+    def _taken(self) -> list[p.FromEngine]:
         found = list(self._news)
         self._news.clear()
         return found
@@ -309,12 +301,12 @@ class LLM:
         self.engine.close()
 
 
-def _submit(rid: int, prompt: Sequence[int], params: Params, sibling: int, group: int) -> Submit:
-    sampling = Sampling(
+def _submit(rid: int, prompt: Sequence[int], params: Params, sibling: int, group: int) -> p.Submit:
+    sampling = p.Sampling(
         params.temperature, params.top_k, params.top_p, params.min_p, sibling_seed(params.seed, sibling),
         params.frequency_penalty, params.presence_penalty, params.repetition_penalty, tuple(params.logit_bias.items()),
     )  # fmt: skip
-    return Submit(
-        rid, pack_ids(prompt), sampling, params.max_tokens, params.min_tokens, tuple(params.stop_token_ids),
+    return p.Submit(
+        rid, p.pack_ids(prompt), sampling, params.max_tokens, params.min_tokens, tuple(params.stop_token_ids),
         params.ignore_eos, arrival=time.monotonic(), logprobs=params.logprobs, group=group,
     )  # fmt: skip
