@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from fastlayers_server.front.errors import ApiError
+from fastlayers_server.front.errors import ApiError, document
 from fastlayers_server.front.generation import Front
 from fastlayers_server.front.rows import Job, Row
 
@@ -28,11 +28,6 @@ KEEP_ALIVE_SECONDS, KEEP_ALIVE = 15.0, b": keep-alive\n\n"
 def event(document: Any) -> bytes:
     """Return one server-sent event."""
     return b"data: " + msgspec.json.encode(document) + b"\n\n"
-
-
-def document(value: Any, headers: dict[str, str] | None = None, status: int = 200) -> Response:
-    """Return a JSON answer."""
-    return Response(msgspec.json.encode(value), status, headers=headers, media_type="application/json")
 
 
 async def attended(request: Request, work: Coroutine[Any, Any, T]) -> T | None:

@@ -19,10 +19,9 @@ from starlette.types import ASGIApp
 
 from fastlayers import __version__
 from fastlayers_server.front import ops, schemas
-from fastlayers_server.front.answers import document
 from fastlayers_server.front.chat import chat
 from fastlayers_server.front.completions import completions
-from fastlayers_server.front.errors import not_served
+from fastlayers_server.front.errors import document, not_served
 from fastlayers_server.front.gate import Gate, body_of
 from fastlayers_server.front.generation import Front
 from fastlayers_server.front.link import Link

@@ -61,9 +61,12 @@ class ApiError(Exception):
 
     def response(self) -> Response:
         """The whole answer."""
-        return Response(
-            msgspec.json.encode(self.body), self.status, headers=self.headers, media_type="application/json"
-        )
+        return document(self.body, self.headers, self.status)
+
+
+def document(value: Any, headers: dict[str, str] | None = None, status: int = 200) -> Response:
+    """Return a JSON answer."""
+    return Response(msgspec.json.encode(value), status, headers=headers, media_type="application/json")
 
 
 def bad(param: str, message: str, code: str = "invalid_value") -> ApiError:

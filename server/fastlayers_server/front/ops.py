@@ -13,9 +13,9 @@ from starlette.responses import Response
 
 from fastlayers import __version__
 from fastlayers_server.engine.protocol import Output, Sampling, Submit, pack_ids
-from fastlayers_server.front.answers import attended, document
+from fastlayers_server.front.answers import attended
 from fastlayers_server.front.chat import prompt_of
-from fastlayers_server.front.errors import ApiError, bad
+from fastlayers_server.front.errors import ApiError, bad, document
 from fastlayers_server.front.generation import Front
 from fastlayers_server.front.schemas import AbortRequest, DetokenizeRequest, TokenizeRequest
 from fastlayers_server.stalls import freeze
