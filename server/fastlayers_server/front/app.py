@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -142,6 +143,7 @@ def _bound(served: Served, front: Front) -> Callable[[Request], Awaitable[Respon
         if served.body is None:
             return await served.handler(request, front)
         body = await body_of(request, served.body, front.ignore if front.config.lenient_fields else None)
+        request.state.arrival = time.monotonic()
         front.check_model(getattr(body, "model", None))
         return await served.handler(request, front, body)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -30,14 +29,13 @@ OURS = ("chat_template", "tokenize", "messages", "conversation", "tools", "add_g
 
 async def chat(request: Request, front: Front, body: ChatRequest) -> Response:
     """Serve the route."""
-    arrival = time.monotonic()
     info = front.link.check_ready()
     prompt = await prompt_of(front, body, info, body.tool_choice != "none")
-    job = await start(front, body, "chatcmpl-", prompt, request.state.key, arrival)
+    job = await start(front, body, "chatcmpl-", prompt, request)
     return await answer(request, front, job, bool(body.stream), ChatWriter(front, body))
 
 
-async def start(front: Front, body: ChatRequest, kind: str, prompt: list[int], key: bytes, arrival: float) -> Job:
+async def start(front: Front, body: ChatRequest, kind: str, prompt: list[int], request: Request) -> Job:
     """Submit a conversation whose prompt is known."""
     tools = bool(body.tools) and body.tool_choice != "none"
     logprobs = (body.top_logprobs or 0) if body.logprobs else -1
@@ -47,7 +45,7 @@ async def start(front: Front, body: ChatRequest, kind: str, prompt: list[int], k
     names = {"prompt": "messages", "logprobs": "top_logprobs"}
     names |= {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
     wanted = Wanted(kind, limit, logprobs, -1, grammar, parser, names)
-    return launch(front, body, [prompt], wanted, key, arrival)
+    return launch(front, body, [prompt], wanted, request)
 
 
 async def prompt_of(front: Front, body: ChatPrompt, info: EngineInfo, with_tools: bool = True) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from codecs import getincrementaldecoder
 from collections import defaultdict
 from collections.abc import Iterator, Set
@@ -22,7 +21,6 @@ from fastlayers_server.front.tokens import TokenText
 
 async def completions(request: Request, front: Front, body: CompletionRequest) -> Response:
     """Serve the route."""
-    arrival = time.monotonic()
     info = front.link.check_ready()
     special = body.add_special_tokens is not False
     given: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
@@ -33,7 +31,7 @@ async def completions(request: Request, front: Front, body: CompletionRequest) -
     asked = body.prompt_logprobs if body.prompt_logprobs is not None else logprobs if body.echo else -1
     grammar = await constraint_of(body, front)
     wanted = Wanted("cmpl-", body.max_tokens, logprobs, asked, grammar)
-    job = launch(front, body, prompts, wanted, request.state.key, arrival)
+    job = launch(front, body, prompts, wanted, request)
     return await answer(request, front, job, bool(body.stream), _Writer(front, body))
 
 

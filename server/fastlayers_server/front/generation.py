@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import asdict
+from starlette.requests import Request
 
 from fastlayers_server.engine.protocol import EngineInfo, Sampling, Submit, pack_ids
 from fastlayers_server.front.errors import ApiError, bad
@@ -127,7 +128,7 @@ class Wanted:
         return self.names.get(field, field)
 
 
-def launch(front: Front, body: Common, prompts: list[list[int]], wanted: Wanted, key: bytes, arrival: float) -> Job:
+def launch(front: Front, body: Common, prompts: list[list[int]], wanted: Wanted, request: Request) -> Job:
     """Submit all choices of all prompts and return their job.
 
     Raises
@@ -159,9 +160,10 @@ def launch(front: Front, body: Common, prompts: list[list[int]], wanted: Wanted,
         raise ApiError(409, f"request_id {body.request_id!r} is in use", "duplicate_request_id", "request_id")
     seed = secrets.randbits(63) if body.seed is None else body.seed
     sampling = [sampling_of(body, front, info, sibling_seed(seed, i)) for i in range(choices)]
+    arrival, namespace = request.state.arrival, namespace_of(request.state.key, body.cache_salt)
     job_id = f"{wanted.kind}{body.request_id or secrets.token_hex(12)}"
-    job = Job(job_id, front.link, front.metrics, arrival, int(time.time()), prompts, seed=seed)
-    job.key = body.request_id or job_id
+    key = body.request_id or job_id
+    job = Job(job_id, front.link, front.metrics, arrival, int(time.time()), prompts, seed=seed, key=key)
     skip = body.skip_special_tokens is not False
     end_ids = frozenset(info.eos_ids) | frozenset(body.stop_token_ids or ())
     hidden = frozenset(front.tokens.special) if skip else frozenset()
@@ -175,13 +177,13 @@ def launch(front: Front, body: Common, prompts: list[list[int]], wanted: Wanted,
             parser = Parser() if wanted.parser is None else wanted.parser(prompt)
             stops = StopStrings(body.stop or (), bool(body.include_stop_str_in_output), body.min_tokens or 0)
             row = Row(job, rid, prompt, detokenizer, parser, stops, end_ids, hidden)
-            request = Submit(
+            submit = Submit(
                 rid, pack_ids(prompt), sampling[index], limit, body.min_tokens or 0, tuple(body.stop_token_ids or ()),
                 bool(body.ignore_eos), body.priority or 0, arrival, deadline,
-                namespace_of(key, body.cache_salt), wanted.logprobs, wanted.prompt_logprobs, wanted.grammar, first,
+                namespace, wanted.logprobs, wanted.prompt_logprobs, wanted.grammar, first,
             )  # fmt: skip
             first = first or rid
-            front.link.submit(request, row.feed)
+            front.link.submit(submit, row.feed)
     front.jobs[job.key] = job
     if front.config.log_prompts:
         texts = [front.tokens.decode(prompt) for prompt in prompts]

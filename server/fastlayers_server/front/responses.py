@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -226,12 +225,11 @@ def _add(messages: list[dict[str, Any]], item: Item) -> None:
 
 async def responses(request: Request, front: Front, body: ResponsesRequest) -> Response:
     """Serve the route."""
-    arrival = time.monotonic()
     info = front.link.check_ready()
     try:
         chat = as_chat(body)
         prompt = await prompt_of(front, chat, info, chat.tool_choice != "none")
-        job = await start(front, chat, "resp_", prompt, request.state.key, arrival)
+        job = await start(front, chat, "resp_", prompt, request)
     except ApiError as error:
         for name, given in GIVEN.items():
             error.message = error.message.replace(name, given)
@@ -327,18 +325,18 @@ class _Writer(Writer):
     def _begin(self, delta: Delta) -> Iterator[bytes]:
         self._open = (delta.kind, delta.index)
         name = secrets.token_hex(12)
+        part: dict[str, Any] | None = None
         if delta.kind == "tool":
             item: dict[str, Any] = {"id": f"fc_{name}", "type": "function_call", "call_id": f"call_{name}", "name": delta.name, "arguments": ""}  # fmt: skip  # noqa: E501
         elif delta.kind == "reasoning":
             item = {"id": f"rs_{name}", "type": "reasoning", "summary": [], "content": []}
+            part = {"type": "reasoning_text", "text": ""}
         else:
             item = {"id": f"msg_{name}", "type": "message", "role": "assistant", "content": []}
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         self._items.append(item | {"status": "in_progress"})
         yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=self._items[-1])
-        if delta.kind != "tool":
-            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
-            if delta.kind == "content":
-                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        if part is not None:
             self._items[-1]["content"].append(part)
             yield self._event("response.content_part.added", **self._place(), part=part)
 
