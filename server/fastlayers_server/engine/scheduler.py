@@ -26,6 +26,8 @@ from fastlayers_server.engine.running import Running
 HOLD_SECONDS = 1.0  # how long a request waits for one with the same beginning
 SHARED_TOKENS = 32  # ... of at least so many tokens
 Drafter = Callable[[Request, int], Sequence[int]]
+Logprobs = tuple[TokenLogprobs, ...]
+Ending = tuple[str, str, str]  # how a request ended, and of an error its code and message
 
 
 class Scheduler:
@@ -86,7 +88,7 @@ class Scheduler:
         """End live requests of these exact rids; with "stop": the front found a stop string; "error": why is said."""
         for request in (self.live[rid] for rid in rids if rid in self.live):
             request.ended_reason = "stop_string"  # where it is nothing worse
-            self._end(request, finish, now, code=code, message=message)
+            self._end(request, now, (finish, code, message))
 
     # --- a tick
 
@@ -101,15 +103,11 @@ class Scheduler:
             ``draft(request, limit)``: tokens that may come next, to be verified. All launched tokens are known then.
         """
         for request in self.queue.expired(now):
-            self._end(request, "error", now, code="request_timeout", message="the deadline passed while waiting")
+            self._end(request, now, ("error", "request_timeout", "the deadline passed while waiting"))
         self.ticks += 1
         plan = TickPlan(self.ticks)
-        rows, partial = [], []
-        for request in self.running.requests:
-            if request.kv < request.goal:
-                partial.append(request)
-            elif request.decodes:
-                rows.append(request)
+        partial = [request for request in self.running.requests if request.kv < request.goal]
+        rows = [request for request in self.running.requests if request.decodes]
         drafts = {r: draft(r, r.left - 1) for r in rows if r.may_draft} if draft is not None else {}
         decoding, waiting = len(rows), self.queue.count
         behind = self._backlog(decoding)
@@ -314,7 +312,7 @@ class Scheduler:
                 self.metrics.add("nonfinite_rows_total")
                 self.metrics.add("wasted_tokens_total", "error", taken)
                 message = f"request {request.rid}: the model's logits are not finite"
-                self._end(request, "error", now, code="nonfinite_logits", message=message, forget=True)
+                self._end(request, now, ("error", "nonfinite_logits", message), forget=True)
                 return
             request.tokens.append(token)
             taken += 1
@@ -332,7 +330,7 @@ class Scheduler:
             self.metrics.observe("prefill_seconds", now - request.admitted_at)
         told = (logprobs,) if logprobs is not None else ()
         if finish:
-            self._end(request, finish, now, tuple(tokens[:taken]), logprobs=told)
+            self._end(request, now, (finish, "", ""), tuple(tokens[:taken]), told)
         else:
             self._tell(request, tuple(tokens), told)
 
@@ -344,35 +342,22 @@ class Scheduler:
         request.tokens += tokens
         if tokens != told:
             message = f"request {request.rid}: computed again, it says other tokens"
-            self._end(request, "error", now, code="internal_error", message=message)
+            self._end(request, now, ("error", "internal_error", message))
 
-    def _tell(
-        self,
-        request: Request,
-        ids: tuple[int, ...],
-        logprobs: tuple[TokenLogprobs, ...],
-        end: tuple[str, str, str] = ("", "", ""),
-    ) -> None:
-        """Tell new tokens; ``end``: how the request ended, code and message."""
-        prompt: tuple[TokenLogprobs, ...] = ()
+    def _tell(self, request: Request, ids: tuple[int, ...], logprobs: Logprobs, end: Ending = ("", "", "")) -> None:
+        """Tell new tokens, and the end of a request that has ended."""
+        prompt: Logprobs = ()
         cached = -1
         if ids and not request.told:  # once, with the first tokens
             cached, prompt, request.told = request.cached, tuple(request.prompt_logprobs), True
         self.outputs.append(Output(request.submit.rid, ids, *end, cached, logprobs, prompt))
 
     def _end(
-        self,
-        request: Request,
-        finish: str,
-        now: float,
-        ids: tuple[int, ...] = (),
-        *,
-        logprobs: tuple[TokenLogprobs, ...] = (),
-        code: str = "",
-        message: str = "",
+        self, request: Request, now: float, end: Ending, ids: tuple[int, ...] = (), told: Logprobs = (),
         forget: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """End a request in whatever state it is: its pages and its slot are free at once, its one last word is said."""
+        finish = end[0]
         if finish in ("abort", "error"):
             request.ended_reason = finish
         if request.state == RUNNING:
@@ -383,7 +368,7 @@ class Scheduler:
             if forget:  # it was preempted while the row was in flight
                 self.running.doubt(request)
         del self.live[request.rid]
-        self._tell(request, ids, logprobs, (finish, code, message))
+        self._tell(request, ids, told, end)
         self.queue.ends.append(now)
         self.metrics.add("requests_total", finish)
         if request.first_at:
