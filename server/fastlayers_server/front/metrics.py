@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, core, generate_latest
@@ -67,8 +67,6 @@ class Metrics(Collector):
         self._model, self._compat = model_name, compat
         self.link: Link | None = None
         self._own = CollectorRegistry()
-        self.registry = CollectorRegistry()
-        self.registry.register(self)
         own: dict[str, Any] = {"registry": self._own}
 
         def seconds(name: str, text: str, *labels: str) -> Histogram:
@@ -114,11 +112,7 @@ class Metrics(Collector):
 
     def text(self) -> bytes:
         """Return the metrics as Prometheus reads them."""
-        return generate_latest(self.registry)
-
-    def describe(self) -> Iterable[core.Metric]:
-        """Names are not checked for collisions at registration: what is there depends on the engine."""
-        return []
+        return generate_latest(self)
 
     def collect(self) -> Iterator[core.Metric]:
         """Yield every family, and the aliases."""
