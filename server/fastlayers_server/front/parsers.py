@@ -87,7 +87,7 @@ class Splitter(Parser, ABC):
             text = text.removesuffix(self._tokens.decode([token]))
         marker = self._ids.get(token, "")
         if not marker:
-            return [d for piece in self._cut(self._held + text) for d in self._piece(*piece)]
+            return self._read(text)
         return [*self._flush(text.removesuffix(marker)), *self._piece(marker, "")]
 
     def finish(self, text: str) -> list[Delta]:
@@ -96,9 +96,12 @@ class Splitter(Parser, ABC):
 
     def _flush(self, text: str) -> list[Delta]:
         """Take a text behind which no marker that began can end."""
-        deltas = [d for piece in self._cut(self._held + text) for d in self._piece(*piece)]
+        deltas = self._read(text)
         held, self._held = self._held, ""
         return [*deltas, *(self._piece("", held) if held else [])]
+
+    def _read(self, text: str) -> list[Delta]:
+        return [delta for piece in self._cut(self._held + text) for delta in self._piece(*piece)]
 
     def _cut(self, text: str) -> Iterator[tuple[str, str]]:
         while found := [(at, m) for m in self._texts if (at := text.find(m)) >= 0]:
@@ -107,10 +110,9 @@ class Splitter(Parser, ABC):
                 yield "", text[:at]
             yield marker, ""
             text = text[at + len(marker) :]
-        keep = max((held_back(text, marker) for marker in self._texts), default=0)
-        self._held = text[len(text) - keep :]
-        if len(text) > keep:
-            yield "", text[: len(text) - keep]
+        shown, self._held = held_back(text, self._texts)
+        if shown:
+            yield "", shown
 
 
 class Call:

@@ -146,9 +146,8 @@ def variables_of(templates: Iterable[str]) -> frozenset[str]:
         try:
             found |= meta.find_undeclared_variables(environment.parse(template))
         except TemplateSyntaxError as error:
-            raise ValueError(
-                f"the chat template (--chat-template names another), line {error.lineno}: {error.message}"
-            ) from error
+            place = f"the chat template (--chat-template names another), line {error.lineno}"
+            raise ValueError(f"{place}: {error.message}") from error
     return frozenset(found)
 
 
@@ -229,9 +228,8 @@ class StopStrings:
             end, begin = min(found)
             self._held = ""
             return text[: end if self.include else begin], True
-        keep = max(held_back(text, stop) for stop in self._stops)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], False
+        shown, self._held = held_back(text, self._stops)
+        return shown, False
 
     def flush(self) -> str:
         """Return what was held back, at the end."""
@@ -239,9 +237,9 @@ class StopStrings:
         return held
 
 
-def held_back(text: str, marker: str) -> int:
-    """Return how many characters at the end of ``text`` are a beginning of ``marker``."""
-    for size in range(min(len(text), len(marker) - 1), 0, -1):
-        if text.endswith(marker[:size]):
-            return size
-    return 0
+def held_back(text: str, markers: Sequence[str]) -> tuple[str, str]:
+    """Return a text, and apart from it as much of its end as may be the beginning of a marker."""
+    for size in range(min(len(text), max(map(len, markers), default=1) - 1), 0, -1):
+        if any(len(marker) > size and text.endswith(marker[:size]) for marker in markers):
+            return text[:-size], text[-size:]
+    return text, ""
