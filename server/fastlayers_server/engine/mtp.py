@@ -22,6 +22,8 @@ from fastlayers_server.engine.config import SchedulerConfig
 from fastlayers_server.engine.request import RUNNING, Chunk, Request, Tree
 from fastlayers_server.engine.step import DRAFTS, on_device
 
+Draws = tuple[Sampler, RowTable]
+
 
 class Growing:
     """One request's drafts while they grow.
@@ -98,12 +100,7 @@ class MTPDrafts:
     watches = False
 
     def __init__(
-        self,
-        model: Any,
-        cache: Any,
-        config: SchedulerConfig,
-        draws: tuple[Sampler, RowTable] | None = None,
-        topk: int = 1,
+        self, model: Any, cache: Any, config: SchedulerConfig, draws: Draws | None = None, topk: int = 1
     ) -> None:
         self.model, self.active, self._draws, self.topk = model, True, draws, topk
         self._cache, self._size = cache, config.page_size

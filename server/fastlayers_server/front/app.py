@@ -83,10 +83,7 @@ ADMIN = frozenset(route.path for route in ROUTES if route.admin)
 
 
 def make_front(
-    config: ServeConfig,
-    engine: EngineClient | Link,
-    tokens: TokenText,
-    grammars: GrammarWorker | None = None,
+    config: ServeConfig, engine: EngineClient | Link, tokens: TokenText, grammars: GrammarWorker | None = None
 ) -> Front:
     """Return what the handlers share; an engine that is started already comes as its link."""
     metrics = Metrics(config.name, config.metrics_compat, config.gc_warning_threshold_secs)
