@@ -10,7 +10,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fastlayers_server.front.rows import Delta, Parser
 from fastlayers_server.front.tokens import TokenText, held_back
@@ -350,18 +350,14 @@ class Formats:
 
 def formats_of(tokens: TokenText, reasoning: str, tools: str) -> Formats:
     """Return the formats of a model: as named, or as its template and vocabulary have the markers."""
-    kind = tokens.model_type
+    kind, thought, style = tokens.model_type, "none", _style_of(tokens)
     if kind == "gpt_oss" and tokens.id_of("<|channel|>") is not None:
-        found = Formats("harmony", "harmony")
-    else:
-        found = Formats("none", _style_of(tokens))
-        if kind.startswith("qwen") and (tokens.id_of(UNTHINK) is not None or tokens.mentions(UNTHINK)):
-            found = replace(found, reasoning="qwen3")
-        elif kind.startswith("deepseek") and tokens.id_of(UNTHINK) is not None:
-            found = replace(found, reasoning="deepseek_r1")
-    if reasoning != "auto":
-        found = replace(found, reasoning=reasoning)
-    return found if tools == "auto" else replace(found, tools=tools)
+        thought = style = "harmony"
+    elif kind.startswith("qwen") and (tokens.id_of(UNTHINK) is not None or tokens.mentions(UNTHINK)):
+        thought = "qwen3"
+    elif kind.startswith("deepseek") and tokens.id_of(UNTHINK) is not None:
+        thought = "deepseek_r1"
+    return Formats(thought if reasoning == "auto" else reasoning, style if tools == "auto" else tools)
 
 
 def _style_of(tokens: TokenText) -> str:
