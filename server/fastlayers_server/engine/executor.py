@@ -182,11 +182,6 @@ class TorchExecutor:
             spec = fl.kv_cache_spec(draft_model, page_size=config.page_size, dtype=draft_model.kv_dtype)
             self.mtp = ModelDrafts(draft_model, spec.allocate(config.num_pages, device), config, draws, mtp)
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether a launch returns before its work is done."""
-        return bool(self.model.device.type == "cuda") or self.decoding.graphs is not None
-
     # --- a tick
 
     @torch.inference_mode()

@@ -142,7 +142,8 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1, model: Any = None)
         str(getattr(model.config, "model_type", "")), str(model.device), seconds,
     )  # fmt: skip
     drafts = Speculation(executor.mtp or Lookups(), config.speculative_max_k, scheduler.metrics) if speculates else None
-    overlap = executor.overlaps and not config.disable_overlap_schedule
+    # Whether a launch returns before its work is done.
+    overlap = (cuda or executor.decoding.graphs is not None) and not config.disable_overlap_schedule
     return Engine(scheduler, executor, info=info, overlap=overlap, grammars=grammars, drafts=drafts, epoch=epoch)
 
 
@@ -232,11 +233,9 @@ def scheduler_config(config: EngineConfig, model: Any, drafter: Any = None) -> S
     length = config.max_model_len or longest
     if not 1 < length <= longest:
         raise ArgumentError("engine", "max_model_len", length, f"2 to {longest} (max_position_embeddings)")
-    spec = fl.kv_cache_spec(model, page_size=config.page_size, dtype=model.kv_dtype)
-    token_bytes = spec.bytes_per_token
-    if drafter is not None:
-        token_bytes += fl.kv_cache_spec(drafter, page_size=config.page_size, dtype=drafter.kv_dtype).bytes_per_token
-    page_bytes, one = token_bytes * config.page_size, -(-length // config.page_size)
+    cached = [each for each in (model, drafter) if each is not None]
+    specs = [fl.kv_cache_spec(each, page_size=config.page_size, dtype=each.kv_dtype) for each in cached]
+    page_bytes, one = sum(s.bytes_per_token for s in specs) * config.page_size, -(-length // config.page_size)
     most = config.max_running_requests * one + 1
     if config.num_pages:
         pages, room = config.num_pages, f"{config.num_pages} pages"

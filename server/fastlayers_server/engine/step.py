@@ -260,12 +260,9 @@ class SlotStep(ModelStep):
             kept = self._eager_hidden if meta.bucket is None else self._hidden[: meta.num_tokens]
             self._compact(told, meta.out_cache_loc, kept if self.keep_hidden else None)
             return told
-        if mode == ALL:
-            every: torch.Tensor = self.model.compute_logits(hidden)
-            return every
-        last: torch.Tensor = hidden.index_select(0, self.inputs.last[: meta.num_requests])
-        logits: torch.Tensor = self.model.compute_logits(last)
-        return logits if meta.bucket is None else self._kept(logits)
+        rows = hidden if mode == ALL else hidden.index_select(0, self.inputs.last[: meta.num_requests])
+        logits: torch.Tensor = self.model.compute_logits(rows)
+        return logits if mode == ALL or meta.bucket is None else self._kept(logits)
 
     def _kept(self, logits: torch.Tensor) -> torch.Tensor:
         if self._logits is None:  # in the runs before the first capture
