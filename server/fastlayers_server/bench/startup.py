@@ -81,9 +81,8 @@ async def measured(config: StartupConfig) -> dict[str, Any]:
     """Return the medians of several starts, and every one."""
     program = next(iter(shlex.split(config.command)), "")
     if shutil.which(program) is None:
-        raise ValueError(
-            f"--command is {config.command!r}; no program {program!r} is found on PATH to start the server"
-        )
+        missing = f"no program {program!r} is found on PATH to start the server"
+        raise ValueError(f"--command is {config.command!r}; {missing}")
     runs = [await one_start(config) for _ in range(config.iters)]
     names = {name: None for run in runs for name in run}
     medians = {name: statistics.median([run[name] for run in runs if name in run]) for name in names}

@@ -63,10 +63,7 @@ class _Writer(Writer):
             entries = [(prompt[0], None), *zip(prompt[1:], row.prompt_logprobs, strict=False)] if echoes else []
             hidden = self._tokens.special if self._body.skip_special_tokens is not False else set()
             _append(told, [*entries, *logprobs], self._tokens, self._offsets[row.index], hidden)
-        choice = {
-            "index": row.index, "text": echoed + text, "logprobs": told,
-            "finish_reason": row.finish or None,
-        }  # fmt: skip
+        choice = {"index": row.index, "text": echoed + text, "logprobs": told, "finish_reason": row.finish or None}
         if self._body.prompt_logprobs is not None and first:
             choice["prompt_logprobs"] = [None, *(_by_id(e, t, self._tokens) for t, e in zip(prompt[1:], row.prompt_logprobs, strict=False))]  # fmt: skip  # noqa: E501
         if self._body.return_token_ids:
@@ -103,13 +100,10 @@ def _append(told: dict[str, Any], entries: Any, tokens: TokenText, offsets: _Off
         told["tokens"].append(text)
         # A special token that the text leaves out takes no place in it.
         told["text_offset"].append(offsets.next(b"" if token in hidden else tokens.token_bytes(token)))
-        if entry is None:
-            told["token_logprobs"].append(None)
-            told["top_logprobs"].append(None)
-            continue
-        told["token_logprobs"].append(finite(entry.chosen))
-        top = {spelled(tokens, i): finite(p) for i, p in reversed(entry.top)}
-        told["top_logprobs"].append(top | {text: finite(entry.chosen)})
+        pairs = [] if entry is None else [*reversed(entry.top), (token, entry.chosen)]
+        top = {spelled(tokens, i): finite(p) for i, p in pairs}
+        told["token_logprobs"].append(top.get(text))
+        told["top_logprobs"].append(top or None)
 
 
 def _by_id(entry: TokenLogprobs, token: int, tokens: TokenText) -> dict[str, Any]:

@@ -163,9 +163,8 @@ class _Passage:
             async with asyncio.timeout(self._config.body_timeout or None):
                 message = await self._receive()
         except TimeoutError as error:
-            raise ApiError(
-                408, f"the body took more than {self._config.body_timeout:g} s", "request_timeout"
-            ) from error
+            late = f"the body took more than {self._config.body_timeout:g} s"
+            raise ApiError(408, late, "request_timeout") from error
         if message["type"] == "http.request":
             self._bytes += len(message.get("body", b""))
             self._complete = not message.get("more_body", False)

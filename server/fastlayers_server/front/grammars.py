@@ -195,9 +195,8 @@ def _harmony(text: str) -> dict[str, Any]:
 def _in_channels(form: dict[str, Any]) -> dict[str, Any]:
     """Return what the model may think before it says something; the end of that is an end token."""
     thought = {"type": "any_tokens", "exclude_tokens": list(Harmony.MARKERS)}
-    return _sequence(
-        {"type": "star", "content": _sequence(*map(_harmony, ANALYSIS), thought, *map(_harmony, NEXT))}, form
-    )
+    thoughts = {"type": "star", "content": _sequence(*map(_harmony, ANALYSIS), thought, *map(_harmony, NEXT))}
+    return _sequence(thoughts, form)
 
 
 def _promises_less(body: Common) -> bool:

@@ -183,19 +183,17 @@ def as_chat(body: ResponsesRequest) -> schemas.ChatRequest:
         "model": body.model, "messages": messages, "max_completion_tokens": body.max_output_tokens,
         "temperature": body.temperature, "top_p": body.top_p, "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": body.reasoning.effort if body.reasoning else None, "stream": body.stream,
+        "tool_choice": body.tool_choice,
     }  # fmt: skip
     if body.tools:
         named = [tool.model_dump(exclude_none=True, exclude={"type"}) for tool in body.tools]
         fields["tools"] = [{"type": "function", "function": tool} for tool in named]
-    choice = body.tool_choice
-    fields["tool_choice"] = (
-        {"type": "function", "function": {"name": choice.name}} if isinstance(choice, NamedChoice) else choice
-    )
+    if isinstance(body.tool_choice, NamedChoice):
+        fields["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
     form = body.text.format if body.text else None
     if form is not None and form.type != "text":
-        fields["response_format"] = {"type": form.type}
-        if form.type == "json_schema":
-            fields["response_format"]["json_schema"] = {"name": form.name or "", "schema": form.schema_}
+        schema = {"name": form.name or "", "schema": form.schema_} if form.type == "json_schema" else None
+        fields["response_format"] = {"type": form.type, "json_schema": schema}
     try:
         return schemas.ChatRequest.model_validate({k: v for k, v in fields.items() if v is not None})
     except ValidationError as error:
