@@ -232,7 +232,7 @@ def _parsed(raw: bytes, model: type[M], lenient: Any) -> M:
         raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from error
     check_shape(data)
     if lenient is not None and isinstance(data, dict):
-        known = {*model.refused, *model.aliases, *(f.alias or name for name, f in model.model_fields.items())}
+        known = {*model.refused, *(f.alias or name for name, f in model.model_fields.items())}
         for name in [n for n in data if n not in known and not n.startswith("guided_")]:
             del data[name]
             lenient(name)

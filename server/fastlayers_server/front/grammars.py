@@ -159,19 +159,21 @@ def _plain(body: Common) -> tuple[dict[str, Any] | None, str]:
         return _json_of(form.json_schema.schema_ if form.json_schema else {"type": "object"}), "response_format"
     if out is None:
         return None, ""
-    found: dict[str, Any]
+
+    def named(member: str) -> str:
+        return f"{body.constraint}.{member}" if body.constraint == "structured_outputs" else body.constraint
+
     if out.regex is not None:
-        found = {"type": "regex", "pattern": out.regex}
-    elif out.grammar is not None:
-        found = {"type": "grammar", "grammar": out.grammar}
-    elif out.choice is not None:
-        found = {"type": "or", "elements": [{"type": "const_string", "value": text} for text in out.choice]}
-    else:
-        try:
-            found = _json_of(json.loads(out.json_) if isinstance(out.json_, str) else out.json_)
-        except (ValueError, RecursionError) as error:
-            raise bad("structured_outputs", f"json is no JSON: {error}", "invalid_grammar") from error
-    return found, "structured_outputs"
+        return {"type": "regex", "pattern": out.regex}, named("regex")
+    if out.grammar is not None:
+        return {"type": "grammar", "grammar": out.grammar}, named("grammar")
+    if out.choice is not None:
+        texts = [{"type": "const_string", "value": text} for text in out.choice]
+        return {"type": "or", "elements": texts}, named("choice")
+    try:
+        return _json_of(json.loads(out.json_) if isinstance(out.json_, str) else out.json_), named("json")
+    except (ValueError, RecursionError) as error:
+        raise bad(named("json"), f"it is no JSON: {error}", "invalid_grammar") from error
 
 
 def _json_of(schema: Any) -> dict[str, Any]:
@@ -237,7 +239,7 @@ def _arguments(function: FunctionDef, promised: bool, promised_only: bool) -> di
     if promised_only and not promised:
         return {"type": "object"}
     try:
-        check_schema(schema, f"tools.{function.name}.parameters")
+        check_schema(schema, f"tools.{function.name}.parameters", "tools")
     except ApiError as error:
         if promised:
             raise
@@ -273,7 +275,7 @@ def _check_tag(value: Any, param: str, depth: int = 0) -> None:
     elif isinstance(value, dict):
         for name, each in value.items():
             if name == "json_schema":
-                check_schema(each, param)
+                check_schema(each, param, param)
             elif name in ("pattern", "grammar") and isinstance(each, str):
                 _check_counts(each, param)
             else:
@@ -319,11 +321,11 @@ class _Types:
         return found
 
 
-def check_schema(schema: Any, path: str, depth: int = 0, types: _Types | None = None) -> None:
+def check_schema(schema: Any, path: str, param: str, depth: int = 0, types: _Types | None = None) -> None:
     """Raise 400, with its path, for what a grammar made of the schema would not enforce or could not bear."""
 
     def refuse(where: str, why: str) -> ApiError:
-        return ApiError(400, f"{where}: {why}", "invalid_grammar", path.partition(".")[0])
+        return ApiError(400, f"{where}: {why}", "invalid_grammar", param)
 
     if isinstance(schema, bool):
         return
@@ -343,7 +345,7 @@ def check_schema(schema: Any, path: str, depth: int = 0, types: _Types | None = 
         if name in COUNTS and (not isinstance(value, int) or not 0 <= value <= MAX_COUNT):
             raise refuse(where, f"given {value!r}; accepted: 0 to {MAX_COUNT}")
         if name == "pattern":
-            _check_counts(str(value), path.partition(".")[0])
+            _check_counts(str(value), param)
             if "(?=" in (parts := PARTS.findall(str(value))) or "(?!" in parts:
                 raise refuse(where, "lookahead is not enforced, and constraints are never dropped")
             if any(UNSPELLED.fullmatch(part) for part in parts):
@@ -354,13 +356,13 @@ def check_schema(schema: Any, path: str, depth: int = 0, types: _Types | None = 
             if not isinstance(value, dict if name in NAMED else list):
                 raise refuse(where, "it maps names to schemas" if name in NAMED else "it is a list of schemas")
             for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-                check_schema(inner, f"{where}.{key}", depth + 1, types)
+                check_schema(inner, f"{where}.{key}", param, depth + 1, types)
         elif name in ONE:
             if name == "propertyNames" and isinstance(value, dict):  # names have a type without being told
                 if value.get("type", "string") != "string":
                     raise refuse(f"{where}.type", "names are strings")
                 value = value | {"type": "string"}
-            check_schema(value, where, depth + 1, types)
+            check_schema(value, where, param, depth + 1, types)
     for name, why in _dropped(schema, types):
         raise refuse(f"{path}.{name}", f"{why}, and constraints are never dropped")
 

@@ -41,7 +41,6 @@ class Model(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     refused: ClassVar[Mapping[str, str]] = REFUSED
     idle: ClassVar[tuple[Any, ...]] = (None,)  # with which a refused field asks for nothing
-    aliases: ClassVar[Mapping[str, str]] = {}  # names of other servers -> what they constrain by
 
 
 TextPart = Annotated[str, Field(max_length=4_000_000)]
@@ -166,19 +165,29 @@ class ResponseFormat(Model):
         return self
 
 
+Choices = Annotated[list[str], Field(min_length=1, max_length=1024)]
+
+
 class StructuredOutputs(Model):
     """Constraints under vLLM's names; exactly one."""
 
     json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     regex: str | None = None
     grammar: str | None = None
-    choice: Annotated[list[str], Field(min_length=1, max_length=1024)] | None = None
+    choice: Choices | None = None
 
     @model_validator(mode="after")
     def _one(self) -> StructuredOutputs:
         if sum(v is not None for v in (self.json_, self.regex, self.grammar, self.choice)) != 1:
             raise bad("structured_outputs", "exactly one of json, regex, grammar, choice is given")
         return self
+
+
+# vLLM's names before 0.12, and SGLang's -> what structured_outputs calls it.
+CONSTRAINTS: Mapping[str, str] = {
+    "guided_json": "json", "json_schema": "json", "guided_regex": "regex", "regex": "regex",
+    "guided_grammar": "grammar", "ebnf": "grammar", "guided_choice": "choice",
+}  # fmt: skip
 
 
 class StreamOptions(Model):
@@ -245,22 +254,27 @@ class Common(Asked):
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
     return_token_ids: bool | None = None
-    # vLLM's before 0.12, and SGLang's.
-    aliases: ClassVar[Mapping[str, str]] = {
-        "guided_json": "json", "json_schema": "json", "guided_regex": "regex", "regex": "regex",
-        "guided_grammar": "grammar", "ebnf": "grammar", "guided_choice": "choice",
-    }  # fmt: skip
+    guided_json: dict[str, Any] | str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    regex: str | None = None
+    guided_grammar: str | None = None
+    ebnf: str | None = None
+    guided_choice: Choices | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _constrained_once(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        given = [name for name in cls.aliases if data.get(name) is not None]
-        if len(given) + (data.get("structured_outputs") is not None) > 1:
+    @property
+    def constraint(self) -> str:
+        """The field that constrains the answer beside ``response_format``, under the name that the client gave it."""
+        return next((name for name in CONSTRAINTS if getattr(self, name) is not None), "structured_outputs")
+
+    @model_validator(mode="after")
+    def _constrained_once(self) -> Common:
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) + (self.structured_outputs is not None) > 1:
             raise bad(given[0], "one constraint is given, not several")
-        rest = {name: value for name, value in data.items() if name not in cls.aliases}
-        return rest | {"structured_outputs": {cls.aliases[given[0]]: data[given[0]]}} if given else rest
+        for name in given:
+            self.structured_outputs = StructuredOutputs.model_validate({CONSTRAINTS[name]: getattr(self, name)})
+        return self
 
     @model_validator(mode="after")
     def _agree(self) -> Common:
@@ -268,7 +282,7 @@ class Common(Asked):
             raise bad("stream_options", "it needs stream=true")
         kind = self.response_format.type if self.response_format else "text"
         if kind != "text" and self.structured_outputs is not None:
-            raise bad("structured_outputs", "response_format is given too")
+            raise bad(self.constraint, "response_format is given too")
         return self
 
 

@@ -249,8 +249,42 @@ def test_grammar_bombs_are_refused_before_they_are_compiled() -> None:
 def test_what_cannot_be_compiled_is_the_clients_error(error: Exception) -> None:
     response, sent = asked_for({"regex": "a"}, Compiler(error))
     found = response.json()["error"]
-    assert (response.status_code, found["code"], found["param"]) == (400, "invalid_grammar", "structured_outputs")
+    assert (response.status_code, found["code"], found["param"]) == (400, "invalid_grammar", "regex")
     assert not sent
+
+
+ELSEWHERE, NOWHERE = {"$ref": "other.json"}, {"type": "array", "items": {"$ref": "#/$defs/missing"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"regex": "("}, "regex", "regex: "), ({"guided_regex": "a{1,99999}"}, "guided_regex", "guided_regex: "),
+        ({"structured_outputs": {"regex": "["}}, "structured_outputs.regex", "structured_outputs.regex: "),
+        ({"ebnf": "root ::= ("}, "ebnf", "ebnf: "), ({"guided_grammar": "x"}, "guided_grammar", "guided_grammar: "),
+        ({"guided_json": ELSEWHERE}, "guided_json", "guided_json.$ref: "),
+        ({"json_schema": json.dumps(ELSEWHERE)}, "json_schema", "json_schema.$ref: "),
+        ({"guided_json": NOWHERE}, "guided_json", "guided_json: "),
+        ({"structured_outputs": {"json": ELSEWHERE}}, "structured_outputs.json", "structured_outputs.json.$ref: "),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": ELSEWHERE}}}, "response_format",
+         "response_format.$ref: "),
+        ({"guided_json": "{"}, "guided_json", "guided_json: it is no JSON"),
+        ({"regex": 5}, "regex", "regex: "), ({"guided_choice": []}, "guided_choice", "guided_choice: "),
+        ({"regex": "a", "response_format": {"type": "json_object"}}, "regex", "regex: response_format is given too"),
+    ],
+)  # fmt: skip
+def test_a_constraint_that_is_refused_is_named_as_it_was_sent(fields: Any, param: str, says: str) -> None:
+    for chat in (True, False):
+        response, _ = asked_for(fields, Xgrammar(), chat)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param) and error["message"].startswith(says)
+
+
+def test_an_engine_without_grammars_says_so_of_the_field_that_was_sent() -> None:
+    with serving() as server:
+        for fields, param in (({"ebnf": "x"}, "ebnf"), ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice")):  # fmt: skip  # noqa: E501
+            error = server.post("/v1/completions", {"model": "tiny", "prompt": "a"} | fields).json()["error"]
+            assert (error["code"], error["param"]) == ("unsupported_parameter", param)
 
 
 def test_a_process_that_does_not_start_is_the_servers_own_fault(caplog: pytest.LogCaptureFixture) -> None:

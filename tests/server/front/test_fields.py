@@ -26,6 +26,8 @@ COMMON: dict[str, tuple[Any, dict[str, Any]]] = {
     "response_format": ({"type": "json_object"}, {}), "structured_outputs": ({"regex": "a"}, {}),
     "skip_special_tokens": (False, {}), "ignore_eos": (True, {"max_tokens": 20}), "min_tokens": (2, {}),
     "priority": (3, {}), "cache_salt": ("s", {}), "request_id": ("mine", {}), "return_token_ids": (True, {}),
+    "guided_json": ({}, {}), "json_schema": ({}, {}), "guided_regex": ("a", {}), "regex": ("a", {}),
+    "guided_grammar": ("a", {}), "ebnf": ("a", {}), "guided_choice": (["a"], {}),
 }  # fmt: skip
 COMPLETION = COMMON | {
     "prompt": ("b", {}), "best_of": (2, {}), "echo": (True, {}), "logprobs": (1, {}), "prompt_logprobs": (1, {}),
