@@ -8,6 +8,7 @@ import json
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,6 +142,31 @@ def test_a_whole_run_reports_what_the_server_did() -> None:
                   "P99 E2EL (ms):", "Request goodput (req/s):"):  # fmt: skip
         assert words in shown
     assert shown.startswith("=" * 12 + " Serving Benchmark Result ")
+
+
+@pytest.mark.parametrize("how", ["serve", "throughput"])
+@pytest.mark.parametrize("lag", [60.0, -1.0])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_figures_of_a_client_that_was_too_slow_are_a_failure(
+    how: str, lag: float, as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fastlayers_server.bench.serve.MAX_LAG", lag)
+    server, loop = Scripted(), asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    url = asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result(60)
+    arguments = ["--base-url", url, "--num-prompts", "2", "--input-len", "3", "--num-warmups", "0", "--ignore-eos"]
+    try:
+        code = command.COMMANDS[how]([*arguments, *["--json"] * as_json])
+    finally:
+        asyncio.run_coroutine_threadsafe(server.__aexit__(), loop).result(60)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(60)
+        loop.close()
+    said = capsys.readouterr()
+    assert code == (lag < 0)
+    assert said.err.count("INVALID: this client was late by") == said.err.count("\n") == (lag < 0), said.err
+    assert not as_json or isinstance(json.loads(said.out), dict)
 
 
 def test_figures_are_the_closed_form() -> None:
