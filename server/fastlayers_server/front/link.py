@@ -223,12 +223,16 @@ class Link:
             self._feeds.pop(output.rid, None)
             feed(p.Output(output.rid, finish="error", code="internal_error", message="the output cannot be read"))
 
-    def _died(self, message: p.Died) -> None:
+    def end(self, code: str, reason: str) -> None:
+        """End every request that lives with an error; nothing that the engine says of it later is heard."""
         self._feed_all()
+        for rid in list(self._feeds):
+            self._output(p.Output(rid, finish="error", code=code, message=reason))
+
+    def _died(self, message: p.Died) -> None:
         self.info, self._beat, self._restarted = None, None, message.restarting
         code = "engine_restarting" if message.restarting else "draining"
-        for rid in list(self._feeds):
-            self._output(p.Output(rid, finish="error", code=code, message=message.reason))
+        self.end(code, message.reason)
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(ApiError(503, "the engine ended", code))

@@ -181,6 +181,7 @@ class Runner(uvicorn.Server):
         self.exit_code = 0
         self.listening = asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
+        self._leaving: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
@@ -208,10 +209,26 @@ class Runner(uvicorn.Server):
         """Begin to drain; a second time: leave at once."""
         if self._draining is None:
             self._draining = asyncio.ensure_future(self._drain())
-        else:
+        elif self._leaving is None:
             log.warning("second signal: leaving now")
-            self.front.link.client.abandon()
-            os._exit(1)
+            self._draining.cancel()
+            self._leaving = asyncio.ensure_future(self._leave())
+
+    async def _leave(self) -> None:
+        """Tell who waits that nothing comes any more, and end the process."""
+        self.front.link.draining = True
+        self.front.link.end("draining", "the server ended before the request did")
+        await self._last_events()
+        self.front.link.client.abandon()
+        os._exit(1)
+
+    async def _last_events(self) -> None:
+        """Let the last events leave before the sockets close; who takes none holds nobody up for more than a second."""
+        for _ in range(50):
+            if not self.front.jobs:
+                break
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.02)  # written in this turn of the loop, they leave at its end
 
     async def _drain(self) -> None:
         config, link = self.front.config, self.front.link
@@ -226,10 +243,6 @@ class Runner(uvicorn.Server):
         if link.live:
             log.warning("%d requests did not end within %g s", link.live, config.shutdown_timeout)
         await asyncio.to_thread(link.client.shutdown)
-        # Let the last events leave before the sockets close.
-        for _ in range(50):
-            if not self.front.jobs:
-                break
-            await asyncio.sleep(0.02)
+        await self._last_events()
         log.info("drained in %.1f s", time.monotonic() - begin)
         self.should_exit = True

@@ -292,6 +292,39 @@ def test_a_second_signal_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> None
         running.close()
 
 
+def test_a_second_signal_ends_each_stream_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    monkeypatch.setattr("fastlayers_server.front.server.os._exit", left.append)
+    said = [{"role": "user", "content": "a"}]
+    asked = {
+        "/v1/completions": body(stream=True),
+        "/v1/chat/completions": json.dumps({"model": "tiny", "messages": said, "stream": True}).encode(),
+        "/v1/responses": json.dumps({"model": "tiny", "input": "a", "stream": True}).encode(),
+    }
+    with on_the_wire(tick_seconds=0.02, shutdown_timeout=60.0, drain_delay=60.0) as wire:
+        streams = {path: wire.send(path, sent) for path, sent in asked.items()}
+        whole, deaf = wire.send("/v1/completions", body()), wire.send("/v1/completions", body(stream=True))
+        begun = {path: stream.recv(65536) for path, stream in streams.items()}
+        assert wait_for(lambda: wire.front.link.live == 5)
+        wire.loop.call_soon_threadsafe(wire.runner.on_signal)
+        assert wait_for(lambda: wire.front.link.leaving) and wire.front.link.live == 5
+        for _ in range(2):  # a third one changes nothing
+            wire.loop.call_soon_threadsafe(wire.runner.on_signal)
+        for path, stream in streams.items():
+            text = begun[path]
+            while not text.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+                text += (piece := stream.recv(65536))
+                assert piece, (path, text[-200:])
+            last = text[: text.index(b"data: [DONE]")].rstrip().rpartition(b"data: ")[2]
+            error = json.loads(last.split(b"\n")[0])
+            error = error.get("error", error)
+            assert (error["code"], error["message"]) == ("draining", "the server ended before the request did"), path
+        status, found = answer(whole)
+        assert (status, found["error"]["code"]) == (503, "draining")
+        assert wait_for(lambda: left == [1])
+        deaf.close()
+
+
 class SlowCompiler:
     """Compiles when it is told to."""
 
