@@ -93,7 +93,7 @@ def engine() -> int:
         )  # fmt: skip
         tick, per_token = (float(each) for each in config.model.split())
         info = EngineInfo(epoch, VOCABULARY, 4096, (1,), PAGE, limits.num_pages, limits.max_running, 2048, 20, ())
-        return Engine(Scheduler(limits), Hollow(tick, per_token), info=info, epoch=epoch)  # type: ignore[arg-type]
+        return Engine(Scheduler(limits), Hollow(tick, per_token), info=info)  # type: ignore[arg-type]
 
     return main(make)
 

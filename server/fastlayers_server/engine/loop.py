@@ -86,7 +86,6 @@ class Engine:
     overlap : bool
     grammars : GrammarMasks, optional
     drafts : Speculation, optional
-    epoch : int
     clock, pause : callable
         What time it is, and how it is let pass.
 
@@ -112,12 +111,11 @@ class Engine:
         overlap: bool = True,
         grammars: GrammarMasks | None = None,
         drafts: Speculation | None = None,
-        epoch: int = 1,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self.scheduler, self.executor, self.deliver, self.overlap = scheduler, executor, deliver, overlap
-        self.info, self.grammars, self.drafts, self.epoch = info, grammars, drafts, epoch
+        self.info, self.grammars, self.drafts = info, grammars, drafts
         self.clock, self.pause = clock, pause
         self.tick_started = 0.0
         self.ended: Callable[[], None] = lambda: None
@@ -292,7 +290,7 @@ class Engine:
         if outputs:
             told = tuple(outputs)
             outputs.clear()
-            self.deliver(p.StepOut(self.epoch, told, self.clock()))
+            self.deliver(p.StepOut(told, self.clock()))
         now = self.clock()
         if now - self._told_at >= STATS_SECONDS:
             self._told_at = now
@@ -321,7 +319,7 @@ class Engine:
         elif isinstance(message, p.Grammar):
             forgotten = self.grammars.add(message.key, message.serialized) if self.grammars is not None else ()
             if forgotten:
-                self.deliver(p.Forgotten(self.epoch, tuple(forgotten)))
+                self.deliver(p.Forgotten(tuple(forgotten)))
         else:
             self.deliver(self._control(message))
 
@@ -367,7 +365,7 @@ class Engine:
             self.scheduler.draining = what == "drain" or self._stopping
         else:
             value, ok = f"{what!r} is not one of {', '.join(p.CONTROLS)}", False
-        return p.Reply(self.epoch, message.id, ok, value)
+        return p.Reply(message.id, ok, value)
 
     def stats(self) -> p.Stats:
         """Return the gauges and totals."""
@@ -377,8 +375,5 @@ class Engine:
         counters["stalls_total"] = {where: float(count) for where, count in self.stalls.counts.items()}
         counters |= self.executor.counters()
         pages = {state: getattr(cache, state) for state in ("free", "private", "locked", "evictable")}
-        running, queue = len(scheduler.running.requests), scheduler.queue
-        return p.Stats(
-            self.epoch, scheduler.ticks, running, queue.count, queue.tokens, pages, counters,
-            scheduler.metrics.histograms,
-        )  # fmt: skip
+        running, queue, histograms = len(scheduler.running.requests), scheduler.queue, scheduler.metrics.histograms
+        return p.Stats(running, queue.count, queue.tokens, pages, counters, histograms)

@@ -211,7 +211,6 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
 class StepOut(msgspec.Struct, frozen=True, tag="step"):
     """The news of one tick; ``at``: when they were sent, in ``time.monotonic()`` seconds, or 0.0."""
 
-    epoch: int
     outputs: tuple[Output, ...]
     at: float = 0.0
 
@@ -221,7 +220,6 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
 
     Parameters
     ----------
-    epoch, tick : int
     running, waiting : int
         Requests that have a slot, and those that wait for one.
     waiting_tokens : int
@@ -234,8 +232,6 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
         Name of :data:`HISTOGRAMS` to (counts of its buckets, not cumulative; sum of the values).
     """
 
-    epoch: int
-    tick: int
     running: int
     waiting: int
     waiting_tokens: int
@@ -247,7 +243,6 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
 class Reply(msgspec.Struct, frozen=True, tag="reply"):
     """The answer to a Control: whether it was done, and what there is to tell, as JSON values."""
 
-    epoch: int
     id: int
     ok: bool
     value: Any = None
@@ -286,7 +281,6 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
 class Forgotten(msgspec.Struct, frozen=True, tag="forgotten"):
     """Keys of grammars that the engine has no room for any more: who names one brings it again before."""
 
-    epoch: int
     keys: tuple[str, ...]
 
 

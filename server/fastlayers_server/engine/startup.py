@@ -144,7 +144,7 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1, model: Any = None)
     drafts = Speculation(executor.mtp or Lookups(), config.speculative_max_k, scheduler.metrics) if speculates else None
     # Whether a launch returns before its work is done.
     overlap = (cuda or executor.decoding.graphs is not None) and not config.disable_overlap_schedule
-    return Engine(scheduler, executor, info=info, overlap=overlap, grammars=grammars, drafts=drafts, epoch=epoch)
+    return Engine(scheduler, executor, info=info, overlap=overlap, grammars=grammars, drafts=drafts)
 
 
 def _grammars(config: EngineConfig, limits: SchedulerConfig, device: torch.device) -> GrammarMasks | None:

@@ -305,7 +305,7 @@ class ScriptedEngine(EngineClient):
                 epoch, vocab_size, max_model_len, tuple(eos_ids), page_size, num_pages, max_running,
                 max_queued_requests, config.max_logprobs, config.features, "scripted", "cpu",
             )  # fmt: skip
-            return Engine(Scheduler(config), executor, info=info, overlap=overlap, epoch=epoch)
+            return Engine(Scheduler(config), executor, info=info, overlap=overlap)
 
         super().__init__(EngineConfig(), make=make)
 

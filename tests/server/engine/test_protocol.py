@@ -32,9 +32,9 @@ TO = [
     p.Shutdown(),
 ]
 FROM = [
-    p.StepOut(3, (p.Output(1, (4, 5), "stop", cached_tokens=16, logprobs=(p.TokenLogprobs(-0.5, ((4, -0.5),)),)),)),
-    p.Stats(1, 2, 3, 4, 5, {"free": 1}, {"requests_total": {"stop": 2}}, {"tick_seconds": ((1, 2), 0.5)}),
-    p.Reply(1, 4, True, {"a": [1]}),
+    p.StepOut((p.Output(1, (4, 5), "stop", cached_tokens=16, logprobs=(p.TokenLogprobs(-0.5, ((4, -0.5),)),)),)),
+    p.Stats(3, 4, 5, {"free": 1}, {"requests_total": {"stop": 2}}, {"tick_seconds": ((1, 2), 0.5)}),
+    p.Reply(4, True, {"a": [1]}),
     p.Beat(1, "serving", 3, 0.25),
     p.EngineInfo(1, 512, 4096, (1,), 64, 100, 8, 9, 20, ("logprobs",)),
     p.Died(1, "killed", True),

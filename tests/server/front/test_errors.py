@@ -247,7 +247,7 @@ class Refusing(ScriptedEngine):
     def _deliver_step(self, output: Output) -> None:
         from fastlayers_server.engine.protocol import StepOut
 
-        self._deliver_to(StepOut(1, (output,)))
+        self._deliver_to(StepOut((output,)))
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -62,7 +62,7 @@ def told(act: Callable[[Client, list[int]], Coroutine[Any, Any, None]]) -> dict[
 
 
 def step(token: int) -> StepOut:
-    return StepOut(1, tuple(Output(rid, (token,)) for rid in range(1, ROWS + 1)))
+    return StepOut(tuple(Output(rid, (token,)) for rid in range(1, ROWS + 1)))
 
 
 def test_others_have_their_turns_while_a_step_is_told() -> None:
@@ -104,7 +104,7 @@ def test_a_grammar_is_brought_again_when_the_engine_forgot_it() -> None:
         client: Any = Client()
         link = Link(client)
         link.start(asyncio.get_running_loop())
-        for message in (None, None, Forgotten(1, ("a", "c")), None, EngineInfo(1, 512, 64, (1,), 16, 9, 4, 8, 20, ())):
+        for message in (None, None, Forgotten(("a", "c")), None, EngineInfo(1, 512, 64, (1,), 16, 9, 4, 8, 20, ())):
             if message is not None:
                 client.deliver(message)
                 await asyncio.sleep(0.01)
@@ -124,7 +124,7 @@ def test_a_grammar_that_the_engine_has_not_is_no_fault_of_its_client() -> None:
         for rid, code in ((1, "invalid_grammar"), (2, "grammar_lost"), (3, "invalid_grammar")):
             link.grammar("a", "of a")
             link.submit(Submit(rid, b"", Sampling(), grammar="a"), ended.append)
-            client.deliver(StepOut(1, (Output(rid, finish="error", code=code, message="m"),)))
+            client.deliver(StepOut((Output(rid, finish="error", code=code, message="m"),)))
             await asyncio.sleep(0.01)
         return [*client.sent, *(of_output(output).status for output in ended)]
 

@@ -305,7 +305,7 @@ def test_events_wait_for_whole_characters_and_carry_all_of_a_tick() -> None:
                 while not submitted:
                     await asyncio.sleep(0.01)
                 for part, finish in ((ids[:2], ""), (ids[2:], ""), ((), "length")):
-                    engine._deliver_to(StepOut(1, (Output(submitted[0].rid, tuple(part), finish),)))
+                    engine._deliver_to(StepOut((Output(submitted[0].rid, tuple(part), finish),)))
                     for _ in range(50):  # until it has left, in turns of the loop
                         await asyncio.sleep(0)
                 return (await task).text
@@ -343,7 +343,7 @@ def test_a_silent_stream_is_kept_alive(ask: Any, monkeypatch: pytest.MonkeyPatch
                 task = asyncio.ensure_future(client.post(path, json=ask | {"stream": True}))
                 while not submitted or sum(kept) < 2:
                     await asyncio.sleep(0.01)
-                engine._deliver_to(StepOut(1, (Output(submitted[0].rid, (5,), "length"),)))
+                engine._deliver_to(StepOut((Output(submitted[0].rid, (5,), "length"),)))
                 return (await task).text
 
         text = server.do(run())
@@ -384,7 +384,7 @@ def test_a_front_that_stood_says_where() -> None:
         assert all(each["where"] == "loop" and each["ms"] > 100 for each in began), began  # none, but of a busy machine
         server.loop.call_soon_threadsafe(time.sleep, 0.2)
         server.front.metrics.collected(2, 0.3)
-        server.front.link.client._deliver_to(StepOut(1, (), time.monotonic() - 0.4))  # type: ignore[attr-defined]
+        server.front.link.client._deliver_to(StepOut((), time.monotonic() - 0.4))  # type: ignore[attr-defined]
         end, told = time.monotonic() + 60, dict[str, list[Any]]()
         while not {"loop", "news"} <= set(told) and time.monotonic() < end:
             time.sleep(0.01)
