@@ -13,6 +13,7 @@ BACKLOG, BACKLOG_SHARE, BACKLOG_ANYWAY = 8, 0.25, 16
 LONGER, PATIENT = 2.3, 8
 # While no more wait than run, a whole step of a backlog may take so many times the target, its rows included.
 STALL = 3.5
+Seconds = dict[int, float]  # of steps, by tokens or rows
 # Of the seconds that a step may take, what is planned for: steps of served requests take longer than those measured.
 CAUTION = 0.92
 
@@ -35,14 +36,12 @@ class Budget:
 
     def __init__(self, max_tokens: int, target: float) -> None:
         self.max_tokens, self.target = max_tokens, target
-        self.extend: dict[int, float] = {}
-        self.decode: dict[int, float] = {}
-        self.beside: dict[int, float] = {}
+        self.extend: Seconds = {}
+        self.decode: Seconds = {}
+        self.beside: Seconds = {}
         self._chunks: dict[tuple[int, int], int] = {}
 
-    def measured(
-        self, extend: dict[int, float], decode: dict[int, float], beside: dict[int, float] | None = None
-    ) -> None:
+    def measured(self, extend: Seconds, decode: Seconds, beside: Seconds | None = None) -> None:
         """Take the step times of the warm-up."""
         self.extend, self.decode = dict(sorted(extend.items())), dict(sorted(decode.items()))
         self.beside = dict(sorted((beside or {}).items()))
@@ -103,7 +102,7 @@ class Budget:
         return _between(self.extend, tokens + rows) + _between(self.beside, rows) if self.beside else 0.0
 
 
-def _between(seconds: dict[int, float], size: int) -> float:
+def _between(seconds: Seconds, size: int) -> float:
     """Return the seconds of a size that lies between two that were measured; 0.0 beyond them."""
     below, took_below = 0, 0.0
     for above, took in seconds.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 
 from fastlayers_server.engine.protocol import COUNTERS, HISTOGRAMS
 
@@ -11,15 +12,14 @@ class Metrics:
     """Totals since the start."""
 
     def __init__(self) -> None:
-        self.counters: dict[str, dict[str, float]] = {name: {} for name in COUNTERS}
+        self.counters = {name: defaultdict[str, float](float) for name in COUNTERS}
         self._counts = {name: [0] * (len(bounds) + 1) for name, bounds in HISTOGRAMS.items()}
         self._sums = dict.fromkeys(HISTOGRAMS, 0.0)
 
     def add(self, name: str, key: str = "", value: float = 1) -> None:
         """Count."""
         if value:
-            found = self.counters[name]
-            found[key] = found.get(key, 0) + value
+            self.counters[name][key] += value
 
     def observe(self, name: str, value: float) -> None:
         """Put a value into a histogram."""

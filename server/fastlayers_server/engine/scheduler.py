@@ -117,9 +117,7 @@ class Scheduler:
         else:
             fits = self.budget.max_tokens if self._deep else self.budget.whole(decoding)
         budget = limit = max(self.config.piece, fits)
-        lengths = {r: r.kv + 1 for r in rows}
-        for request, ids in drafts.items():
-            lengths[request] += len(ids)
+        lengths = {r: r.kv + 1 + len(drafts.get(r, ())) for r in rows}
         for request in partial[: self.config.max_extend_requests]:
             count = self._chunk(request.kv, request.goal, budget)
             if count > 0:

@@ -18,6 +18,7 @@ from fastlayers.attention.meta import AttentionBatch, AttentionState
 from fastlayers.runtime import precompile
 from fastlayers.runtime.kernel_cache import STORES, cached_kernels
 from fastlayers.sampler.layer import Sampler
+from fastlayers_server.engine.budget import Seconds
 from fastlayers_server.engine.config import SchedulerConfig
 from fastlayers_server.engine.executor import BETWEEN, TorchExecutor
 from fastlayers_server.engine.grammar import GrammarMasks
@@ -33,9 +34,7 @@ STRIDE = 7919  # from one id of a measured step to the next: tokens that have no
 
 
 @torch.inference_mode()
-def measure(
-    executor: TorchExecutor, scheduler: Scheduler
-) -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
+def measure(executor: TorchExecutor, scheduler: Scheduler) -> tuple[Seconds, Seconds, Seconds]:
     """Return the seconds of extends by tokens, of decode steps by rows, and what rows add to an extend, if they may.
 
     All over pages that nobody has yet. Each token differs and each row has pages of its own, as far as there are any:
