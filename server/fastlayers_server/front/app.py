@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("fastlayers.front")
 
 GET, POST, BOTH = ("GET",), ("POST",), ("GET", "POST")
+CONTROLS = ("flush_cache", "start_profile", "stop_profile", "drain", "resume")  # passed on to the engine as they are
 
 
 class Served(NamedTuple):
@@ -71,11 +72,7 @@ ROUTES = (
     Served("/backends", GET, ops.explain),
     Served("/explain", GET, ops.explain),
     Served("/freeze_gc", BOTH, ops.freeze_gc, admin=True),
-    Served("/flush_cache", POST, ops.control, admin=True),
-    Served("/start_profile", POST, ops.control, admin=True),
-    Served("/stop_profile", POST, ops.control, admin=True),
-    Served("/drain", POST, ops.control, admin=True),
-    Served("/resume", POST, ops.control, admin=True),
+    *(Served(f"/{what}", POST, ops.control, admin=True) for what in CONTROLS),
     Served("/abort", POST, ops.abort, schemas.AbortRequest, admin=True),
     Served("/abort_request", POST, ops.abort, schemas.AbortRequest, admin=True),
 )

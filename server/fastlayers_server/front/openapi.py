@@ -49,9 +49,8 @@ def describe(routes: Sequence[Served]) -> dict[str, Any]:
             if body is not None:
                 operation["requestBody"] = {"required": True} | content(body)
             if "{" in path:
-                operation["parameters"] = [
-                    {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-                ]
+                named = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+                operation["parameters"] = [named]
             paths.setdefault(path.replace(":path", ""), {})[method.lower()] = operation
     return {
         "openapi": "3.1.0",
