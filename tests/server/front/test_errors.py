@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fastlayers_server.engine.protocol import Output, Submit
+from fastlayers_server.front.app import ROUTES
 from fastlayers_server.front.schemas import NEUTRAL, REFUSED, WITHOUT_EFFECT, ChatRequest, CompletionRequest
 
 from .harness import ScriptedEngine, Server, serving
@@ -227,6 +228,8 @@ def test_content_types(server: Server) -> None:
 def test_unknown_paths_and_methods(server: Server) -> None:
     error = error_of(server.get("/v1/embeddings"), 404, "not_found")
     assert "not served; served are" in error["message"]
+    listed = error["message"].partition("served are ")[2].split(", ")
+    assert len(listed) < 10 and set(listed) <= {route.path for route in ROUTES}
     error_of(server.request("DELETE", "/v1/completions"), 405, "method_not_allowed")
     error_of(server.get("/v1/completions/"), 404, "not_found")
     error_of(server.get("/v1/models/nope"), 404, "model_not_found")
