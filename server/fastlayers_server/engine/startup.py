@@ -149,10 +149,8 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1, model: Any = None)
 
 def _grammars(config: EngineConfig, limits: SchedulerConfig, device: torch.device) -> GrammarMasks | None:
     """Return what masks for grammars, if the model has a tokenizer."""
-    name = Path(config.model).expanduser()
-    if config.load_format == "dummy" and config.model != "tiny" and not (name / "tokenizer.json").is_file():
-        return None
-    folder = model_folder(config.model)
+    known = config.load_format == "dummy" and config.model != "tiny"  # by name, perhaps without a folder
+    folder = Path(config.model).expanduser() if known else model_folder(config.model)
     if not (folder / "tokenizer.json").is_file():
         return None
     described = partial(tokenizer_info, folder, limits.vocab_size, limits.eos_ids)

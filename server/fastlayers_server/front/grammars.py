@@ -115,9 +115,7 @@ def source_of(body: Common, front: Front, prompt: Sequence[int], promised_only: 
     With `promised_only` the arguments of tools that promise nothing of them are any object.
     """
     form, param = _plain(body)
-    tools = body.tools if isinstance(body, ChatRequest) and body.tool_choice != "none" else None
-    if tools:
-        assert isinstance(body, ChatRequest)
+    if isinstance(body, ChatRequest) and body.tools and body.tool_choice != "none":
         free = body.tool_choice in (None, "auto")
         if free and form is None:
             if front.formats.harmony:
