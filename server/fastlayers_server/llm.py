@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -149,7 +148,7 @@ class LLM:
             self.engine = build(settings, lambda phase: None, model=loaded)
         except (ValueError, LookupError, RuntimeError, OSError) as error:
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
-        self._news: deque[p.FromEngine] = deque()
+        self._news: list[p.FromEngine] = []
         self._turn, self._whose = threading.Lock(), 0  # thread that is served
         self._rid, self._metrics, self._closed = 0, Metrics(model), False
         self.info = self.engine.begin(self._news.append)
@@ -222,7 +221,8 @@ class LLM:
                 while left:
                     if not self.engine.tick() and not self._news:
                         time.sleep(NAP)
-                    told = [o for m in self._taken() if isinstance(m, p.StepOut) for o in m.outputs if o.rid in left]
+                    told = [o for m in self._news if isinstance(m, p.StepOut) for o in m.outputs if o.rid in left]
+                    self._news.clear()
                     for output in told:
                         row, answer, completion = rows[output.rid]
                         row.feed(output)
@@ -240,7 +240,7 @@ class LLM:
                 if left:  # whoever asked wants no more
                     self.abort(list(left))
                     self.engine.tick()
-                    self._taken()
+                    self._news.clear()
         if errors:
             raise ValueError(errors[0])
 
@@ -268,11 +268,6 @@ class LLM:
     def abort(self, rids: list[int], finish: Literal["abort", "stop"] = "abort") -> None:
         """End requests, as :meth:`fastlayers_server.front.link.Link.abort`."""
         self.engine.post(p.Abort(tuple(rids), finish))
-
-    def _taken(self) -> list[p.FromEngine]:
-        found = list(self._news)
-        self._news.clear()
-        return found
 
     def chat(self, messages: Sequence[Mapping[str, Any]], params: Params | None = None) -> Completion:
         """Return the answer to a conversation, by the model's own template.
