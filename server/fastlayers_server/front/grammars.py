@@ -150,28 +150,23 @@ def _answer(form: dict[str, Any], front: Front) -> dict[str, Any]:
 
 def _plain(body: Common) -> tuple[dict[str, Any] | None, str]:
     """Return what a request says of its text, as a part of a structural tag, and the field that says it."""
-    form, out = body.response_format, body.structured_outputs
+    form = body.response_format
     if form is not None and form.type != "text":
         if form.format is not None:
             return form.format, "response_format"
         return _json_of(form.json_schema.schema_ if form.json_schema else {"type": "object"}), "response_format"
-    if out is None:
-        return None, ""
-
-    def named(member: str) -> str:
-        return f"{body.constraint}.{member}" if body.constraint == "structured_outputs" else body.constraint
-
-    if out.regex is not None:
-        return {"type": "regex", "pattern": out.regex}, named("regex")
-    if out.grammar is not None:
-        return {"type": "grammar", "grammar": out.grammar}, named("grammar")
-    if out.choice is not None:
-        texts = [{"type": "const_string", "value": text} for text in out.choice]
-        return {"type": "or", "elements": texts}, named("choice")
-    try:
-        return _json_of(json.loads(out.json_) if isinstance(out.json_, str) else out.json_), named("json")
-    except (ValueError, RecursionError) as error:
-        raise bad(named("json"), f"it is no JSON: {error}", "invalid_grammar") from error
+    for name, kind, value in body.constraints:
+        if kind == "regex":
+            return {"type": "regex", "pattern": value}, name
+        if kind == "grammar":
+            return {"type": "grammar", "grammar": value}, name
+        if kind == "choice":
+            return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in value]}, name
+        try:
+            return _json_of(json.loads(value) if isinstance(value, str) else value), name
+        except (ValueError, RecursionError) as error:
+            raise bad(name, f"it is no JSON: {error}", "invalid_grammar") from error
+    return None, ""
 
 
 def _json_of(schema: Any) -> dict[str, Any]:

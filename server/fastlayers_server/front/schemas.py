@@ -263,26 +263,22 @@ class Common(Asked):
     guided_choice: Choices | None = None
 
     @property
-    def constraint(self) -> str:
-        """The field that constrains the answer beside ``response_format``, under the name that the client gave it."""
-        return next((name for name in CONSTRAINTS if getattr(self, name) is not None), "structured_outputs")
-
-    @model_validator(mode="after")
-    def _constrained_once(self) -> Common:
-        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
-        if len(given) + (self.structured_outputs is not None) > 1:
-            raise bad(given[0], "one constraint is given, not several")
-        for name in given:
-            self.structured_outputs = StructuredOutputs.model_validate({CONSTRAINTS[name]: getattr(self, name)})
-        return self
+    def constraints(self) -> list[tuple[str, str, Any]]:
+        """What constrains the answer beside ``response_format``, one at most: the field as sent, its kind and value."""
+        named = [(name, kind, getattr(self, name)) for name, kind in CONSTRAINTS.items()]
+        nested = [(kind.strip("_"), value) for kind, value in self.structured_outputs or ()]
+        given = [*named, *((f"structured_outputs.{kind}", kind, value) for kind, value in nested)]
+        return [each for each in given if each[2] is not None]
 
     @model_validator(mode="after")
     def _agree(self) -> Common:
         if self.stream_options is not None and not self.stream:
             raise bad("stream_options", "it needs stream=true")
-        kind = self.response_format.type if self.response_format else "text"
-        if kind != "text" and self.structured_outputs is not None:
-            raise bad(self.constraint, "response_format is given too")
+        given = [name for name, _, _ in self.constraints]
+        if len(given) > 1:
+            raise bad(given[0], "one constraint is given, not several")
+        if given and self.response_format and self.response_format.type != "text":
+            raise bad(given[0], "response_format is given too")
         return self
 
 
@@ -345,11 +341,8 @@ class ChatRequest(Common, ChatPrompt):
         """Names of the functions of which the answer calls one, if it must, or else is JSON, which begins otherwise."""
         if isinstance(self.tool_choice, NamedTool):
             return [self.tool_choice.function.name]
-        form, out = self.response_format, self.structured_outputs
-        if form is None or form.type == "text":
-            json = out is not None and out.json_ is not None
-        else:
-            json = form.type != "structural_tag"
+        kinds = {kind for _, kind, _ in self.constraints} | {self.response_format.type if self.response_format else ""}
+        json = bool(kinds & {"json", "json_object", "json_schema"})
         must = self.tool_choice == "required" or (json and self.tool_choice != "none")
         return [tool.function.name for tool in self.tools or ()] if must else []
 
