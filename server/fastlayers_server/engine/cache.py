@@ -129,8 +129,7 @@ class PrefixCache:
             columns = range(first, first + self.pages_per_block)
             node = parent.children.get(key)
             if node is None:
-                node = Node(parent, key, tuple(pages[first : columns.stop]))
-                parent.children[key] = node
+                node = parent.children[key] = Node(parent, key, tuple(pages[first : columns.stop]))
                 node.users = 1
                 self.locked += len(node.pages)
             else:

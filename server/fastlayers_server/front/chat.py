@@ -18,7 +18,7 @@ from fastlayers_server.front.completions import finite, spelled
 from fastlayers_server.front.errors import bad
 from fastlayers_server.front.generation import INLINE_CHARACTERS, Front, Wanted, launch, too_long
 from fastlayers_server.front.grammars import constraint_of
-from fastlayers_server.front.rows import Delta, Job, Row
+from fastlayers_server.front.rows import Delta, Job, Row, Told
 from fastlayers_server.front.schemas import ChatPrompt, ChatRequest, Message
 
 INLINE_MESSAGES = 32  # longer conversations are rendered on a thread
@@ -173,9 +173,8 @@ class ChatWriter(Writer):
         return self._call_ids.setdefault((row.index, index), f"call_{secrets.token_hex(12)}")
 
     def _choice(
-        self, row: Row, field: str, content: Any, logprobs: list[tuple[int, TokenLogprobs]], ids: list[int],
-        reason: str | None,
-    ) -> dict[str, Any]:  # fmt: skip
+        self, row: Row, field: str, content: Any, logprobs: Told, ids: list[int], reason: str | None
+    ) -> dict[str, Any]:
         told = None
         if self._body.logprobs and (logprobs or field == "message"):
             told = {"content": [self._logprob(i, e) for i, e in logprobs], "refusal": None}

@@ -14,6 +14,9 @@ from fastlayers_server.front.errors import ApiError, of_output
 from fastlayers_server.front.metrics import Metrics
 from fastlayers_server.front.tokens import Detokenizer, StopStrings
 
+# Tokens of an answer with what is told of each.
+Told = list[tuple[int, TokenLogprobs]]
+
 
 @dataclass
 class Delta:
@@ -166,7 +169,7 @@ class Row:
             except (ValueError, RecursionError):
                 self.job.metrics.tool_failures.inc()
 
-    def take(self) -> tuple[list[Delta], list[tuple[int, TokenLogprobs]], list[int]]:
+    def take(self) -> tuple[list[Delta], Told, list[int]]:
         """Return what is new since the last call: text, log-probabilities, token ids."""
         if not self._deltas and not self.finish:
             return [], [], []

@@ -44,7 +44,10 @@ class Model(BaseModel):
 
 
 TextPart = Annotated[str, Field(max_length=4_000_000)]
+ShortText = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+SEVERAL = Field(min_length=1, max_length=64)
 
 
 def _plain(value: Any) -> Any:
@@ -233,11 +236,7 @@ class Common(Asked):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: (
-        Annotated[str, Field(min_length=1, max_length=256)]
-        | Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)]
-        | None
-    ) = None
+    stop: ShortText | Annotated[list[ShortText], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     include_stop_str_in_output: bool | None = None
     stream_options: StreamOptions | None = None
@@ -251,7 +250,7 @@ class Common(Asked):
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    cache_salt: ShortText | None = None
     request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
     return_token_ids: bool | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -285,12 +284,7 @@ class Common(Asked):
 class CompletionRequest(Common):
     """``POST /v1/completions``."""
 
-    prompt: (
-        TextPart
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[TextPart], Field(min_length=1, max_length=64)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=64)]
-    )
+    prompt: TextPart | TokenIds | Annotated[list[TextPart], SEVERAL] | Annotated[list[TokenIds], SEVERAL]
     best_of: Annotated[int, Field(ge=1)] | None = None
     add_special_tokens: bool | None = None
     echo: bool | None = None
