@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from fastlayers import env
 from fastlayers.comm import fabric
 from fastlayers.comm.expert_exchange.cases import experts_of
 from fastlayers.comm.expert_exchange.layer import ExpertExchange
@@ -17,6 +19,12 @@ from fastlayers.comm.sum_norm.layer import SumNorm
 from fastlayers.comm.symmetric import SymmArena
 from fastlayers.errors import CollectiveMismatch
 from fastlayers.testing.world import Rank, world
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from quick_interpreter import hasten
+
+if env.triton_interpret():  # in the ranks, too, which load this file alone
+    hasten()
 
 CPU = torch.device("cpu")
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fastlayers as fl
+from fastlayers import env
 from fastlayers.comm.expert_exchange.layer import ExpertExchange
 from fastlayers.comm.parallel import Axis, ParallelSpec
 from fastlayers.errors import ArgumentError
@@ -20,6 +23,12 @@ from fastlayers.moe.placement.moves import move_experts, transfers
 from fastlayers.moe.placement.planner import first_placement, plan_placement, rank_loads
 from fastlayers.moe.placement.table import ExpertPlacement
 from fastlayers.testing.world import Rank, world
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from quick_interpreter import hasten
+
+if env.triton_interpret():  # in the ranks, too, which load this file alone
+    hasten()
 
 BOUND = 4 / 3  # of the best placement there is
 
