@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.comm.ranks import Ranks
 from fastlayers.errors import ArgumentError, EnvironmentVariableError
 from fastlayers.testing.world import Rank, world
+from fastlayers_server.cli import main
 
 ROOT = Path(__file__).parents[2]
 
@@ -113,23 +115,34 @@ def test_a_program_that_ends_behind_a_call_is_not_aborted(tmp_path: Path, times:
         assert "".join(found.stdout.split()) == "TrueTrue"  # both write to one pipe, maybe before either ends its line
 
 
+def command_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *given: str
+) -> tuple[int, str, str]:
+    """Run the command here, which starts the ranks' processes; return its exit code and what all of them wrote."""
+    monkeypatch.setattr(sys, "argv", ["fastlayers", *given])
+    monkeypatch.setattr(subprocess, "run", partial(subprocess.run, timeout=300))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0), *capfd.readouterr()
+
+
 # That --tp arrives, and what ranks then compute, other tests say, too; that --dp does, this one alone.
 @pytest.mark.parametrize("split", [pytest.param(["--tp", "2"], marks=pytest.mark.slow), ["--dp", "2"]], ids=" ".join)
-def test_command_line_over_two_processes(split: list[str]) -> None:
-    command = [sys.executable, "-m", "fastlayers_server.cli", "generate", "What is 127 + 45?", "--dtype", "fp32"]
-    found = subprocess.run(
-        [*command, "--device", "cpu", "--json", *split], capture_output=True, text=True, timeout=300, check=True
-    )
-    answer = json.loads(found.stdout)  # one process speaks
-    assert answer["text"].strip() == "172" and answer["finished"] == "stop"
+def test_command_line_over_two_processes(
+    split: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["generate", "What is 127 + 45?", "--dtype", "fp32", "--device", "cpu", "--json", *split]
+    code, said, _ = command_line(monkeypatch, capfd, *asked)
+    answer = json.loads(said)  # one process speaks
+    assert code == 0 and answer["text"].strip() == "172" and answer["finished"] == "stop"
 
 
-def test_ranks_that_fail_alike_say_so_once() -> None:
+def test_ranks_that_fail_alike_say_so_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Notices of the model, too: here that its format is slow on this device."""
-    command = [sys.executable, "-m", "fastlayers_server.cli", "generate", "Once", "--device", "cpu", "--dp", "3"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    asked = ["generate", "Once", "--device", "cpu"]
+    code, _, errors = command_line(monkeypatch, capfd, *asked, "--dp", "3")
     said = "error: Linear out_features: size is 256 over 3 ranks; accepted: a multiple of 3"
-    assert (found.returncode, " ".join(found.stderr.split())) == (1, said)
-    slow = [*command[:-2], "--tp", "2", "--checkpoint", str(ROOT / "checkpoints/tiny_gpt_oss"), "--max-new-tokens", "1"]
-    found = subprocess.run(slow, capture_output=True, text=True, timeout=300, check=True)
-    assert found.stderr.count("MXFP4 weights in 4 modules") == 1
+    assert (code, " ".join(errors.split())) == (1, said)
+    slow = ["--tp", "2", "--checkpoint", str(ROOT / "checkpoints/tiny_gpt_oss"), "--max-new-tokens", "1"]
+    code, _, errors = command_line(monkeypatch, capfd, *asked, *slow)
+    assert code == 0 and errors.count("MXFP4 weights in 4 modules") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -382,11 +383,18 @@ def test_convert_refuses_what_our_loader_does(tmp_path: Path) -> None:
         assert said in str(seen.exception) and target.exists() == (not said), (name, seen.exception)
 
 
-def test_processes_that_fail_say_why_without_torchruns_report(tmp_path: Path) -> None:
+def test_processes_that_fail_say_why_without_torchruns_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
-    done = command("generate", "hi", "--checkpoint", str(tmp_path), "--tp", "2", "--device", "cpu")
-    assert done.returncode == 1 and done.stdout == ""
-    (said,) = set(done.stderr.splitlines())
+    asked = ["generate", "hi", "--checkpoint", str(tmp_path), "--tp", "2", "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["fastlayers", *asked])
+    monkeypatch.setattr(subprocess, "run", functools.partial(subprocess.run, timeout=240))
+    with pytest.raises(SystemExit) as ended:
+        main()  # which starts the processes; what they write is captured with their descriptors
+    shown, errors = capfd.readouterr()
+    assert ended.value.code == 1 and shown == ""
+    (said,) = set(errors.splitlines())
     assert said.startswith("error: ") and "model_type 'mamba' is unknown" in said
 
 
