@@ -20,6 +20,7 @@ import openai
 import pytest
 
 from fastlayers.errors import ArgumentError, CheckpointError, FastlayersError
+from fastlayers_server.cli import main
 from fastlayers_server.serve_command import engine_of, known, model_folder, resolved, serve, template_of
 from fastlayers_server.serve_config import NEVER, ServeConfig, parse
 
@@ -179,13 +180,17 @@ def test_a_context_that_the_model_lacks_is_one_sentence_and_an_exit_code() -> No
     assert sentence.startswith("error: ") and "5000" in sentence and "4096" in sentence
 
 
-def test_one_rank_has_nobody_to_exchange_tokens_with_as_generate_says() -> None:
+def test_one_rank_has_nobody_to_exchange_tokens_with_as_generate_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked = "--expert-exchange", "exchange", "--device", "cpu"
     served = run("--port", "0", "--log-level", "error", *asked)
-    command = [sys.executable, "-c", CODE, "generate", "hi", *asked]
-    made = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | {"COLUMNS": "500"})
-    assert (served.returncode, served.stderr.strip().splitlines()[-1]) == (made.returncode, made.stderr.strip())
-    assert made.returncode == 1 and made.stderr.startswith("error: ParallelSpec: expert_exchange is 'exchange', while")
+    monkeypatch.setattr(sys, "argv", ["fastlayers", "generate", "hi", *asked])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = " ".join(capsys.readouterr().err.split())  # in lines as wide as a terminal
+    assert (served.returncode, served.stderr.strip().splitlines()[-1]) == (ended.value.code, said)
+    assert ended.value.code == 1 and said.startswith("error: ParallelSpec: expert_exchange is 'exchange', while")
 
 
 def test_what_cannot_start_starts_nothing(tmp_path: Path) -> None:

@@ -104,37 +104,32 @@ except importlib.import_module("transformers").Found:
 HEAVY = ("torch", "transformers", "xgrammar", "triton", "sympy", "aiohttp", "opentelemetry.sdk", "litellm", "openai")
 
 
-def loaded(code: str) -> set[str]:
-    """Return the modules of a fresh process that ran this."""
-    done = subprocess.run(
-        [sys.executable, "-c", BEGIN + code + "\nprint('\\n'.join(sys.modules))"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+def loaded(*codes: str) -> list[set[str]]:
+    """Return the modules of a fresh process behind each of these, which it ran one after the other."""
+    code = BEGIN + "".join(f"{code}\nprint(*sys.modules)\n" for code in codes)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
+    return [set(line.split()) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.parametrize("flags", [[], ["Qwen/Qwen3-8B", "--load-format", "dummy"]])
 def test_before_the_engines_process_is_started(flags: list[str]) -> None:
-    found = loaded(BEFORE_THE_ENGINE.replace("{flags}", repr(flags)))
+    (found,) = loaded(BEFORE_THE_ENGINE.replace("{flags}", repr(flags)))
     assert "fastlayers_server.engine.client" in found
     assert not found & {*HEAVY, "starlette.routing", "uvicorn", "tokenizers"}
 
 
 def test_the_front_without_its_tokenizer() -> None:
-    found = loaded(FRONT)
+    (found,) = loaded(FRONT)
     assert "starlette.routing" in found and not found & {*HEAVY}
 
 
-def test_the_engine() -> None:
-    found = loaded(ENGINE)
-    assert "torch" in found
-    assert not found & {"transformers", "xgrammar", "triton", "sympy", "torch._dynamo", "torch._inductor", "starlette"}
-
-
-def test_an_engine_that_is_built_on_a_cpu() -> None:
-    found = loaded(BUILT)
-    assert not found & {"transformers", "xgrammar", "torch._dynamo", "torch._inductor", "sympy", "starlette"}
+def test_the_engine_and_one_that_is_built_on_a_cpu() -> None:
+    """In one process: what the first may not import, the second has not found there."""
+    began, built = loaded(ENGINE, BUILT)
+    assert "torch" in began
+    assert not began & {"transformers", "xgrammar", "triton", "sympy", "torch._dynamo", "torch._inductor", "starlette"}
+    assert not built & {"transformers", "xgrammar", "torch._dynamo", "torch._inductor", "sympy", "starlette"}
 
 
 @pytest.mark.parametrize("call", ["TokenText(Path('{folder}'))", "tokenizer_info(Path('{folder}'), 8, [])"])
@@ -142,7 +137,8 @@ def test_a_tokenizer_while_another_thread_imports_transformers(call: str, tmp_pa
     (tmp_path / "transformers.py").write_text(REPLACED)
     (tmp_path / "xgrammar.py").write_text("from transformers import PreTrainedTokenizerFast as TokenizerInfo")
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert "found" in loaded(WAITING.replace("{call}", call).replace("{folder}", str(tmp_path)))
+    found, _ = loaded(WAITING.replace("{call}", call).replace("{folder}", str(tmp_path)))
+    assert found == {"found"}
 
 
 def test_without_the_packages_of_a_server(tmp_path: Path) -> None:
