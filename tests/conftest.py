@@ -37,7 +37,10 @@ LONGEST = (
     "comm/test_ranks.py", "patching/test_generate.py", "server/test_ray_app.py", "patching/workflows/test_replaced.py",
     "comm/test_protocols_between_processes.py", "server/engine/test_scheduler_properties.py",
     "server/test_accuracy_bounds.py", "benchmarks/test_renew.py", "models/test_generate.py",
-    "models/test_streams_drawn.py", "comm/test_transitions.py",
+    "models/test_streams_drawn.py", "comm/test_transitions.py", "moe/test_fused_moe_fp8_vectors.py",
+    "benchmarks/test_programs.py", "runtime/test_package_builds.py", "server/test_start_imports.py",
+    "models/test_coded_rows.py", "models/test_eplb.py", "comm/test_gpu_faults.py", "comm/test_lost_ranks.py",
+    "models/test_calls_of_one_group.py", "server/test_hard_tasks.py",
 )  # fmt: skip
 
 
