@@ -166,10 +166,10 @@ def _suites() -> Iterator[Part]:
     ):  # fmt: skip
         command = f"pytest {paths} -m gpu -n {{workers}} --dist worksteal {suite}"
         yield Part(name, command, f"{name}.json", took, "10, 15, 16: the GPU suite", ("xdist",), noisy=True)
-    for name, files, took in (
+    for name, those, took in (
         ("multigpu_suite", ("two_gpus", "world"), 130), ("multigpu_faults", ("gpu_faults", "gpu_replays"), 160)
     ):  # fmt: skip
-        between = " ".join(f"tests/comm/test_{file}.py" for file in files)
+        between = " ".join(f"tests/comm/test_{file}.py" for file in those)
         yield Part(
             name, f"pytest {between} -m multigpu {suite}", f"{name}.json", took, "10: 2; 14: 2", (), 2, PLAIN,
         )  # fmt: skip
