@@ -1,7 +1,8 @@
 """Time steps that are not captured: ``python benchmarks/host_time.py [MODEL ...] [--out FILE] [--profile]``.
 
-A forward of 16 tokens (one prompt) of models of real dimensions with random weights: milliseconds on the clock, of the
-device (sum of its kernels), kernels, and Python's calls in one decoder layer as cProfile counts them. With ``--patch``,
+A forward of 16 tokens (one prompt) of models of real dimensions with random weights: milliseconds on the clock (the
+median of several cores of the host, each for itself, since one that is shared takes twice as long), of the device (sum
+of its kernels), kernels, and Python's calls in one decoder layer as cProfile counts them. With ``--patch``,
 the same models of Hugging Face: a decode step of ``generate`` at batch 1, stock and with ``fl.patch(model)`` without
 graphs, by turns in one process, and the memory that either takes at most. One JSON line a row; the first describes the
 run.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import json
+import os
 import pstats
 import statistics
 import sys
@@ -28,7 +30,7 @@ from fastlayers.attention.meta import AttentionBatch, AttentionState
 from fastlayers.tuning.bench import describe_run
 from fastlayers_models.auto import family_of
 
-ROUNDS = 20
+ROUNDS, CORES = 20, 7
 PATCHED = [name for name in CONFIGS if name != "tiny"]
 
 
@@ -42,6 +44,19 @@ def milliseconds(call: Callable[[], Any], rounds: int = ROUNDS) -> float:
         torch.cuda.synchronize()
         took.append(1000 * (time.perf_counter() - begin))
     return statistics.median(took[3:])
+
+
+def by_core(call: Callable[[], Any]) -> list[float]:
+    """Return :func:`milliseconds` of a call on several of the host's cores, one after the other."""
+    allowed = os.sched_getaffinity(0)
+    cores, found = sorted(allowed), []
+    try:
+        for core in cores[:: -(-len(cores) // CORES)]:
+            os.sched_setaffinity(0, {core})
+            found.append(milliseconds(call))
+    finally:
+        os.sched_setaffinity(0, allowed)
+    return found
 
 
 def device_time(call: Callable[[], Any]) -> tuple[float, int]:
@@ -90,7 +105,7 @@ def measure_model(name: str, profile: bool) -> dict[str, Any]:
 
     for _ in range(3):
         forward()
-    wall = milliseconds(forward)
+    walls = by_core(forward)
     device, kernels = device_time(forward)
     calls, stats = calls_in_layer(model, forward)
     if profile:
@@ -100,7 +115,8 @@ def measure_model(name: str, profile: bool) -> dict[str, Any]:
         pstats.Stats(whole).sort_stats("tottime").print_stats(45)
         stats.sort_stats("ncalls").print_stats(40)
     return {
-        "model": name, "tokens": tokens, "wall_ms": round(wall, 2), "device_ms": round(device, 2),
+        "model": name, "tokens": tokens, "wall_ms": round(statistics.median(walls), 2),
+        "by_core_ms": [round(wall, 2) for wall in walls], "device_ms": round(device, 2),
         "kernels": kernels, "layers": model.config.num_hidden_layers, "calls_in_a_layer": calls,
     }  # fmt: skip
 
