@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 
 from fastlayers.errors import CheckpointError
 from fastlayers_server.hugging_face import tokenizer_of
@@ -28,8 +27,9 @@ def test_auto_tokenizer_is_asked_unless_the_files_say_all(
     def reader(name: str) -> Any:
         return type(name, (), {"from_pretrained": staticmethod(lambda path, **_: by.append(name))})
 
-    monkeypatch.setattr(transformers, PLAIN, reader(PLAIN))
-    monkeypatch.setattr(transformers, "AutoTokenizer", reader("AutoTokenizer"))
+    # By name: transformers puts another module in its own place, and a file may have imported the first.
+    monkeypatch.setattr(f"transformers.{PLAIN}", reader(PLAIN))
+    monkeypatch.setattr("transformers.AutoTokenizer", reader("AutoTokenizer"))
     (tmp_path / "tokenizer.json").write_text("{}")
     if settings is not None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
