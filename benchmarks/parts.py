@@ -38,6 +38,8 @@ class Part:
         What it answers: issue, section or row.
     needs : tuple of str
         Import names without which it is left out.
+    wide : bool
+        It has a worker for each core, which are dealt out to all GPUs that there are.
     noisy, quiet : bool
         It keeps all of the host's cores busy; it measures the host's time. One does not run beside the other.
     """
@@ -50,6 +52,7 @@ class Part:
     needs: tuple[str, ...] = ()
     gpus: int = 1
     environment: tuple[tuple[str, str], ...] = ()
+    wide: bool = False
     noisy: bool = False
     quiet: bool = False
 
@@ -165,7 +168,10 @@ def _suites() -> Iterator[Part]:
         ("gpu_suite", " ".join(file for file in files if file != parity), 260), ("gpu_parity", parity, 360)
     ):  # fmt: skip
         command = f"pytest {paths} -m gpu -n {{workers}} --dist worksteal {suite}"
-        yield Part(name, command, f"{name}.json", took, "10, 15, 16: the GPU suite", ("xdist",), noisy=True)
+        yield Part(
+            name, command, f"{name}.json", took, "10, 15, 16: the GPU suite", ("xdist",),
+            environment=(("FASTLAYERS_TESTS_PER_GPU", "1"),), wide=True, noisy=True,
+        )  # fmt: skip
     for name, those, took in (
         ("multigpu_suite", ("two_gpus", "world"), 130), ("multigpu_faults", ("gpu_faults", "gpu_replays"), 160)
     ):  # fmt: skip

@@ -139,6 +139,10 @@ class Runner:
         few = f"needs {part.gpus} GPUs" if part.gpus > self.count else ""
         return f"lacks {', '.join(lacks)}" if lacks else few
 
+    def takes(self, part: Part) -> int:
+        """Return how many GPUs a part is given."""
+        return self.count if part.wide else part.gpus
+
     @property
     def slowness(self) -> float:
         """By how much parts took longer here than expected, at least 1: what would be cut off is better not begun."""
@@ -152,7 +156,7 @@ class Runner:
         for part in waiting:
             if expected(part) > most or self.why_not(part):
                 continue
-            if part.gpus > len(self.gpus):
+            if self.takes(part) > len(self.gpus):
                 most = min(most, max(begin + expected(each) - now for each, _, _, begin in self.running.values()))
             elif not any((each.noisy and part.quiet) or (each.quiet and part.noisy) for each in busy):
                 return part
@@ -166,7 +170,7 @@ class Runner:
             path.unlink()
         if part.result.startswith("tuned/"):
             whole_tables(part.result.partition("/")[2], folder)
-        own = [self.gpus.pop(0) for _ in range(part.gpus)]
+        own = [self.gpus.pop(0) for _ in range(self.takes(part))]
         env = self.env | dict(part.environment) | {"CUDA_VISIBLE_DEVICES": ",".join(own)}
         if self.tables and not part.result.startswith("tuned/"):
             env |= {"FASTLAYERS_TUNED_DIR": str(self.out / NEW_TABLES)}

@@ -17,6 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 
+# Before CUDA is asked for anything: a worker has one of the GPUs, the next one the next.
+if os.environ.get("FASTLAYERS_TESTS_PER_GPU") and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
+    visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(worker.removeprefix("gw")) % len(visible)]
+
 sys.path.insert(0, str(Path(__file__).parent))
 from suite_heap import SuiteHeap
 

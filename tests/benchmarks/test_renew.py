@@ -158,7 +158,7 @@ def test_lanes_run_side_by_side_and_two_gpus_wait_for_both(renew: Any, fake: Any
     timed = f"{seen}time.sleep(1)\n{rest}"
     one, other = (f"name, other = {names}\n{seen}{meets}{rest}" for names in ("'a', 'c'", "'c', 'a'"))
     parts = (("a", one, 9), ("both", timed, 1, {"gpus": 2}), ("c", other, 1), ("d", timed, 1, {"noisy": True}),
-             ("e", timed, 1, {"quiet": True}))  # fmt: skip
+             ("e", timed, 1, {"quiet": True}), ("wide", timed, 1, {"wide": True}))  # fmt: skip
     fake(*parts)
     assert {row["state"] for row in run(renew, tmp_path / "out", "--lanes", "2").values()} == {"complete"}
     rows = {
@@ -170,7 +170,28 @@ def test_lanes_run_side_by_side_and_two_gpus_wait_for_both(renew: Any, fake: Any
 
     assert rows["both"]["gpus"] == "0,1" and {rows["a"]["gpus"], rows["c"]["gpus"]} == {"0", "1"}
     assert not apart("a", "c") and apart("d", "e") and all(apart("both", name) for name in "acde")
-    assert run(renew, tmp_path / "one")["both"]["state"] == "needs 2 GPUs"
+    assert rows["wide"]["gpus"] == "0,1" and all(apart("wide", name) for name in "acde")
+    alone = run(renew, tmp_path / "one")
+    assert alone["both"]["state"] == "needs 2 GPUs" and alone["wide"]["state"] == "complete"
+
+
+def test_workers_of_a_wide_suite_are_dealt_out_to_its_gpus(tmp_path: Path) -> None:
+    suite = tmp_path / "tests"
+    suite.mkdir()
+    (suite / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text().partition("sys.path.insert(0")[0])
+    (suite / "test_it.py").write_text(
+        "import os, pathlib, time\n"
+        "import pytest\n"
+        "@pytest.mark.parametrize('place', range(8))\n"
+        "def test_it(place, worker_id):\n"
+        "    time.sleep(0.2)\n"
+        f"    pathlib.Path({str(tmp_path)!r}, worker_id).write_text(os.environ['CUDA_VISIBLE_DEVICES'])\n"
+    )
+    own = {"CUDA_VISIBLE_DEVICES": "4,7", "FASTLAYERS_TESTS_PER_GPU": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "3", "-p", "no:cacheprovider", str(suite)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | own, cwd=suite, check=False)
+    assert done.returncode == 0, done.stdout
+    assert [(tmp_path / f"gw{number}").read_text() for number in range(3)] == ["4", "7", "4"]
 
 
 def test_the_environment_of_a_part(renew: Any, fake: Any, tmp_path: Path) -> None:
