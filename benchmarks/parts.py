@@ -437,5 +437,6 @@ HISTORY = {
     "fp8_second_product_h200.jsonl": "FP8 experts, second product over strips; benchmarks/notes/fused_moe_triton.md",
     "fp8_vectors_experts_h200.jsonl": "one token's FP8 experts by vectors; benchmarks/notes/fused_moe_triton.md",
     "fp8_vectors_linear_h200.jsonl": "one token's FP8 products by vectors; benchmarks/notes/fp8_linear.md",
+    "two_gpus_slice_since_h200.jsonl": "one.slice and two.slice again, newer than what is simulated with them",
     "serve_pace_h200.jsonl": "what servers did from commit to commit; serve.* measures today's",
 }

@@ -282,7 +282,6 @@ def normed_over_gloo(rank: Rank) -> None:
         (lambda: layer.normed(norm, own.half(), mine), "GatherRows: x"),
         (lambda: layer.normed(norm, own, mine[:2]), "GatherRows: residual"),
         (lambda: layer.normed(RMSNorm(128), own, mine), "GatherRows: norm.weight"),
-        (lambda: layer.normed(torch.nn.LayerNorm(256), own, mine), "GatherRows: norm is LayerNorm"),
         (lambda: layer.normed(norm, own, mine, None, "colour"), "GatherRows: codes is 'colour'"),
         (
             lambda: GatherRows(axis, 64, dtype=torch.float32)(torch.ones(1, 64), None, "row"),

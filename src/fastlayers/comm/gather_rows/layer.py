@@ -26,7 +26,6 @@ from fastlayers.comm.parallel import Axis
 from fastlayers.comm.rank_layer import RankConfig, RankLayer, rank_registry
 from fastlayers.errors import ArgumentError, check_choice, check_tensor
 from fastlayers.layer import Layer
-from fastlayers.norm.rms_norm.layer import RMSNorm
 from fastlayers.quant.group_quant.layer import SCALE_LAYOUTS, GroupQuantConfig
 
 # What a call is to other ranks, by the codes that it asks for: all must send alike.
@@ -150,8 +149,6 @@ class GatherRows(RankLayer):
             self.check_rows(x)
             self._check_codes(codes)
             size, dtype = self.cfg.hidden_size, self.cfg.dtype
-            if not isinstance(norm, RMSNorm):
-                raise ArgumentError("GatherRows", "norm", type(norm).__name__, "an RMSNorm")
             check_tensor("GatherRows", "norm.weight", norm.weight, shape=(size,), dtype=dtype, device=x.device)
             if residual is not None:
                 check_tensor(
