@@ -187,9 +187,10 @@ def test_workers_of_a_wide_suite_are_dealt_out_to_its_gpus(tmp_path: Path) -> No
         "    time.sleep(0.2)\n"
         f"    pathlib.Path({str(tmp_path)!r}, worker_id).write_text(os.environ['CUDA_VISIBLE_DEVICES'])\n"
     )
-    own = {"CUDA_VISIBLE_DEVICES": "4,7", "FASTLAYERS_TESTS_PER_GPU": "1"}
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # of this worker
+    env |= {"CUDA_VISIBLE_DEVICES": "4,7", "FASTLAYERS_TESTS_PER_GPU": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-n", "3", "-p", "no:cacheprovider", str(suite)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | own, cwd=suite, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=suite, check=False)
     assert done.returncode == 0, done.stdout
     assert [(tmp_path / f"gw{number}").read_text() for number in range(3)] == ["4", "7", "4"]
 
