@@ -178,7 +178,8 @@ def test_lanes_run_side_by_side_and_two_gpus_wait_for_both(renew: Any, fake: Any
 def test_workers_of_a_wide_suite_are_dealt_out_to_its_gpus(tmp_path: Path) -> None:
     suite = tmp_path / "tests"
     suite.mkdir()
-    (suite / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text().partition("sys.path.insert(0")[0])
+    dealing = (ROOT / "tests/conftest.py").read_text().partition("# Before CUDA")[2].partition("sys.path")[0]
+    (suite / "conftest.py").write_text(f"import os\n# Before CUDA{dealing}")  # without torch: imports take long
     (suite / "test_it.py").write_text(
         "import os, pathlib, time\n"
         "import pytest\n"
@@ -188,8 +189,8 @@ def test_workers_of_a_wide_suite_are_dealt_out_to_its_gpus(tmp_path: Path) -> No
         f"    pathlib.Path({str(tmp_path)!r}, worker_id).write_text(os.environ['CUDA_VISIBLE_DEVICES'])\n"
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # of this worker
-    env |= {"CUDA_VISIBLE_DEVICES": "4,7", "FASTLAYERS_TESTS_PER_GPU": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "3", "-p", "no:cacheprovider", str(suite)]
+    env |= {"CUDA_VISIBLE_DEVICES": "4,7", "FASTLAYERS_TESTS_PER_GPU": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "xdist", "-q", "-n", "3", "-p", "no:cacheprovider", str(suite)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=suite, check=False)
     assert done.returncode == 0, done.stdout
     assert [(tmp_path / f"gw{number}").read_text() for number in range(3)] == ["4", "7", "4"]
