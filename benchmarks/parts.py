@@ -39,7 +39,7 @@ class Part:
     needs : tuple of str
         Import names without which it is left out.
     wide : bool
-        It has a worker for each core, which are dealt out to all GPUs that there are.
+        It has a worker for each core, which are dealt out to all GPUs that there are (``tests/conftest.py``).
     noisy, quiet : bool
         It keeps all of the host's cores busy; it measures the host's time. One does not run beside the other.
     """
@@ -168,10 +168,8 @@ def _suites() -> Iterator[Part]:
         ("gpu_suite", " ".join(file for file in files if file != parity), 260), ("gpu_parity", parity, 360)
     ):  # fmt: skip
         command = f"pytest {paths} -m gpu -n {{workers}} --dist worksteal {suite}"
-        yield Part(
-            name, command, f"{name}.json", took, "10, 15, 16: the GPU suite", ("xdist",),
-            environment=(("FASTLAYERS_TESTS_PER_GPU", "1"),), wide=True, noisy=True,
-        )  # fmt: skip
+        target = "10, 15, 16: the GPU suite"
+        yield Part(name, command, f"{name}.json", took, target, ("xdist",), wide=True, noisy=True)
     for name, those, took in (
         ("multigpu_suite", ("two_gpus", "world"), 130), ("multigpu_faults", ("gpu_faults", "gpu_replays"), 160)
     ):  # fmt: skip

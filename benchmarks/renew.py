@@ -172,6 +172,8 @@ class Runner:
             whole_tables(part.result.partition("/")[2], folder)
         own = [self.gpus.pop(0) for _ in range(self.takes(part))]
         env = self.env | dict(part.environment) | {"CUDA_VISIBLE_DEVICES": ",".join(own)}
+        if part.wide:
+            env |= {"FASTLAYERS_TESTS_PER_GPU": "1"}
         if self.tables and not part.result.startswith("tuned/"):
             env |= {"FASTLAYERS_TUNED_DIR": str(self.out / NEW_TABLES)}
         workers = max(1, (os.cpu_count() or 2) - 2)

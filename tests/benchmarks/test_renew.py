@@ -148,6 +148,7 @@ def test_parts_are_taken_in_the_order_that_is_asked_for(renew: Any, fake: Any) -
 
 def test_lanes_run_side_by_side_and_two_gpus_wait_for_both(renew: Any, fake: Any, tmp_path: Path) -> None:
     seen = f"import os\n{HEAD}head['gpus'] = os.environ['CUDA_VISIBLE_DEVICES']\nhead['begin'] = time.time()\n"
+    seen += "head['dealt'] = 'FASTLAYERS_TESTS_PER_GPU' in os.environ\n"
     # Two of them wait until the other one runs as well: by themselves they might be over before it has begun.
     meets = (
         f"place, last = {str(tmp_path / 'here-')!r}, time.time() + 60\n"
@@ -171,6 +172,7 @@ def test_lanes_run_side_by_side_and_two_gpus_wait_for_both(renew: Any, fake: Any
     assert rows["both"]["gpus"] == "0,1" and {rows["a"]["gpus"], rows["c"]["gpus"]} == {"0", "1"}
     assert not apart("a", "c") and apart("d", "e") and all(apart("both", name) for name in "acde")
     assert rows["wide"]["gpus"] == "0,1" and all(apart("wide", name) for name in "acde")
+    assert [name for name in "acde" if rows[name]["dealt"]] == [] and rows["wide"]["dealt"]
     alone = run(renew, tmp_path / "one")
     assert alone["both"]["state"] == "needs 2 GPUs" and alone["wide"]["state"] == "complete"
 

@@ -23,15 +23,7 @@ from fastlayers.attention.context_buckets import CONTEXTS
 from fastlayers.registry import Backend, Choice
 from fastlayers.runtime import builds
 from fastlayers.tuning.probe import choices_of
-from fastlayers.tuning.rungs import (
-    OutOfTimeError,
-    Step,
-    TuneError,
-    alternatives,
-    as_rows,
-    best_times,
-    choose_ladder,
-)
+from fastlayers.tuning.rungs import OutOfTimeError, Step, TuneError, alternatives, as_table, choose_ladder
 from fastlayers.tuning.samples import Option, Sample
 
 if TYPE_CHECKING:
@@ -216,7 +208,7 @@ def _table(bench: Bench, key: str, samples: Sequence[Sample], able: Sequence[Bac
     others = alternatives(steps, {row.name: tuning.removable_packages(row) for row in able}, choose)
     table = {
         "schema": tuning.SCHEMA, "layer": bench.layer, "device": bench.device.name, "key": key, "cfg": repr(bench.cfg),
-        "ladder": as_rows(steps), "alternatives": [as_rows(other) for other in others], **best_times(samples),
+        **as_table(steps, others, samples),
     }  # fmt: skip
     about = {"command": "fl.warmup", "rules": tuning.rules(table, bench.cfg, able)}
     return table | {"metadata": tuning.metadata(bench.layer, able) | about}

@@ -142,3 +142,8 @@ def alternatives(
                 found.setdefault(tuple((step.max_tokens, step.option) for step in other), other)
                 waiting.append((more, other))
     return list(found.values())
+
+
+def as_table(steps: Iterable[Step], others: Iterable[Iterable[Step]], samples: Iterable[Sample]) -> dict[str, Any]:
+    """Return a ladder, its :func:`alternatives` and what they were chosen by, as a table holds them."""
+    return {"ladder": as_rows(steps), "alternatives": [as_rows(other) for other in others], **best_times(samples)}

@@ -29,15 +29,7 @@ from fastlayers.registry.spec import Case, spec_of
 from fastlayers.runtime.streams import side_stream
 from fastlayers.tuning.clock import SHORT_US, Clock, Timed, Timing, rounds_for
 from fastlayers.tuning.parity import check_parity
-from fastlayers.tuning.rungs import (
-    OutOfTimeError,
-    Step,
-    TuneError,
-    alternatives,
-    as_rows,
-    best_times,
-    choose_ladder,
-)
+from fastlayers.tuning.rungs import OutOfTimeError, Step, TuneError, alternatives, as_table, choose_ladder
 from fastlayers.tuning.samples import ALL, QUICK, Journal, Option, Sample, earlier
 from fastlayers.tuning.staleness import packages_of
 from fastlayers.tuning.sweep import between, case_at, drawn_on, inputs_of, peak_flops
@@ -419,7 +411,7 @@ def _table(
     others = alternatives(steps, packages, choose)
     return {
         "schema": tuning.SCHEMA, "layer": bench.layer, "device": bench.device.name, "key": key, "cfg": repr(bench.cfg),
-        "ladder": as_rows(steps), "alternatives": [as_rows(other) for other in others], **best_times(samples),
+        **as_table(steps, others, samples),
         "errors": {str(option): float(f"{error:.3g}") for option, error in errors.items()},
         "failed": {str(option): why for option, why in sorted(bench.failed.items())},
         "floors": floors(bench.layer, bench.cfg, bench.device, sorted({s.tokens for s in samples})),
