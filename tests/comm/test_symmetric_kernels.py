@@ -276,11 +276,12 @@ def test_arena_never_grows() -> None:
         arena.carve((512,), torch.bfloat16)
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
-def test_quantised_gather_behind_a_norm(n: int) -> None:
-    hidden, share = 384, 2
-    arenas = local_arenas(n, Exchange.nbytes_for(n, hidden, torch.bfloat16, 3, 2))
-    moves = [Exchange(arena, hidden, torch.bfloat16, 3, 2) for arena in arenas]
+@pytest.mark.parametrize(("n", "share"), [(2, 2), (4, 2), (8, 2), (2, 21)])
+def test_quantised_gather_behind_a_norm(n: int, share: int) -> None:
+    """Some programs have no rows, others several times as many as lie beside each other, and not a multiple of them."""
+    hidden = 384
+    arenas = local_arenas(n, Exchange.nbytes_for(n, hidden, torch.bfloat16, share + 1, 2))
+    moves = [Exchange(arena, hidden, torch.bfloat16, share + 1, 2) for arena in arenas]
     weight = (1 + 0.3 * torch.randn(hidden)).to(torch.bfloat16)
     for layout in ("row", "col_tma4"):
         xs = [torch.randn(share, hidden).to(torch.bfloat16) for _ in range(n)]

@@ -434,16 +434,18 @@ def _ranks(recorder: Recorder) -> None:
     for ranks, scatter, gather, quant, normed in (
         (2, True, False, 0, False), (2, False, True, 0, False), (2, True, True, 0, True), (8, True, True, 0, True),
         (2, False, True, 1, False), (8, False, True, 1, False), (2, True, True, 1, True),
-        *((ranks, False, True, quant, True) for ranks in (2, 4, 8) for quant in (0, 1)),
+        *((ranks, False, True, quant, True) for ranks in (2, 4, 8) for quant in (0, 1, 2)), (2, False, True, 2, False),
+        (8, False, True, 2, False),
     ):  # fmt: skip
-        name = f"{'scatter' * scatter}{'norm-' * (normed and not scatter)}{'gather' * gather}{'-fp8' * quant}"
+        name = f"{'scatter' * scatter}{'norm-' * (normed and not scatter)}{'gather' * gather}"
+        name += ("", "-fp8", "-fp8-columns")[quant]
         recorder.label = f"exchange-{ranks}-{name}"
         x, weight = _empty(64, 7168, dtype=BF16), _empty(7168, dtype=BF16)
         y = _empty(64, 56, dtype=torch.float32) if quant else x
         triton_exchange._exchange_rows.function(
             x, x if normed else None, weight if normed else None, y, x, table, x, table, table, words, words, words,
             1e-6, 30, 1023, 3, ranks, 2**33, scatter, gather, 0 if normed else triton_push.NO_NORM, 0,
-            triton_exchange.CHUNK, quant * 2**20, 56, 1,
+            triton_exchange.CHUNK, (quant > 0) * 2**20, *((1, 64) if quant == 2 else (56, 1)),
         )  # fmt: skip
     for ranks in (2, 8):
         recorder.label = f"tokens-{ranks}"

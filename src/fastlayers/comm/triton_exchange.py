@@ -39,6 +39,11 @@ CHUNK = 8
 # What moves more rows of each rank than so many has more programs with shorter chunks: a reduce-scatter of 16,384 rows
 # of two ranks takes 351 us instead of 396, while small exchanges take up to 6 us more (benchmarks/two_gpus.py rows).
 MANY = 2048
+# Rows beside each other whose scales, where they lie in columns, cross in packets of 16 bytes and not of 4: 183 us
+# instead of 249 for 16,384 rows of two ranks, 14.3 instead of 14.9 for 256 (benchmarks/notes/exchange.md).
+BESIDE = 4
+# With more of them a multiprocessor holds one program of 16 warps, and not two.
+REGISTERS = 64
 
 
 def way_of(share: int, normed: bool = False) -> tuple[int, int]:
@@ -79,7 +84,29 @@ def _total(x_ptr, x_stride, inbox_ptr, row, turn, slots, share, hidden, rank, co
 
 
 @triton.jit
-def _quantised(y, at, outboxes_ptr, scales_at, s_row, s_group, hidden, rank, BLOCK: tl.constexpr, N: tl.constexpr):
+def _own_row(x_ptr, x_stride, residual_ptr, residual_stride, summed_ptr, inbox_ptr, row, turn, slots, share, hidden,
+             rank, weight, eps, late, column, inside, N: tl.constexpr, SCATTER: tl.constexpr, ROUNDING: tl.constexpr,
+             HAS_RESIDUAL: tl.constexpr):  # fmt: skip
+    """Return one own row as it leaves, summed and normed; its sum is stored."""
+    at = tl.cast(row, tl.int64)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    if SCATTER:
+        total = _total(x_ptr, x_stride, inbox_ptr, row, turn, slots, share, hidden, rank, column, inside, N)
+        h = cast(tl.where(late != 0, float("nan"), total), dtype)
+    else:
+        h = tl.load(x_ptr + at * x_stride + column, mask=inside, other=0.0)
+    if HAS_RESIDUAL:
+        old = tl.load(residual_ptr + at * residual_stride + column, mask=inside, other=0.0)
+        h = cast(h.to(tl.float32) + old.to(tl.float32), dtype)
+    if SCATTER or HAS_RESIDUAL:
+        tl.store(summed_ptr + at * hidden + column, h, mask=inside)
+    if ROUNDING >= 0:
+        h = cast(normalised(h, weight, hidden, eps, ROUNDING), dtype)
+    return h
+
+
+@triton.jit
+def _give_coded(y, at, outboxes_ptr, scales_at, s_row, s_group, hidden, rank, BLOCK: tl.constexpr, N: tl.constexpr):
     """Store one row as codes and scales in every rank's outbox: codes first, ``scales_at`` bytes behind them scales."""
     codes, scale = quantised_row(y, BLOCK)
     group = tl.arange(0, BLOCK // 128)
@@ -89,6 +116,32 @@ def _quantised(y, at, outboxes_ptr, scales_at, s_row, s_group, hidden, rank, BLO
         tl.store(box + at * hidden + column, codes.to(tl.uint8, bitcast=True), mask=column < hidden)
         scales = (box + scales_at).to(tl.pointer_type(tl.float32))
         tl.store(scales + at * s_row + group.to(tl.int64) * s_group, scale, mask=group * 128 < hidden)
+
+
+@triton.jit
+def _give_beside(x_ptr, x_stride, residual_ptr, residual_stride, summed_ptr, outboxes_ptr, first, scales_at, s_group,
+                 share, hidden, rank, weight, eps, column, inside, N: tl.constexpr, ROUNDING: tl.constexpr,
+                 HAS_RESIDUAL: tl.constexpr, BESIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Store ``BESIDE`` own rows as :func:`_give_coded`, scales in columns: all of a column at once."""
+    group, beside = tl.arange(0, BLOCK // 128), tl.arange(0, BESIDE)
+    tile = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    kept = tl.zeros((BLOCK // 128, BESIDE), tl.float32)
+    for each in tl.range(0, BESIDE, loop_unroll_factor=1):
+        row = first + each
+        there = row < share
+        y = _own_row(x_ptr, x_stride, residual_ptr, residual_stride, summed_ptr, x_ptr, row, 0, 0, share, hidden, rank,
+                     weight, eps, 0, column, inside & there, N, False, ROUNDING, HAS_RESIDUAL)  # fmt: skip
+        codes, scale = quantised_row(y, BLOCK)
+        at = (rank * share + row).to(tl.int64)
+        for hop in tl.static_range(N):
+            box = address(outboxes_ptr, (rank + hop) % N, tl.uint8)
+            tl.store(box + at * hidden + tile, codes.to(tl.uint8, bitcast=True), mask=(tile < hidden) & there)
+        kept = tl.where(beside[None, :] == each, scale[:, None], kept)
+    place = group[:, None].to(tl.int64) * s_group + (rank * share + first + beside)[None, :]
+    for hop in tl.static_range(N):
+        box = address(outboxes_ptr, (rank + hop) % N, tl.uint8) + scales_at
+        there = (group[:, None] * 128 < hidden) & (first + beside < share)[None, :]
+        tl.store(box.to(tl.pointer_type(tl.float32)) + place, kept, mask=there)
 
 
 @triton.jit
@@ -118,8 +171,8 @@ def _exchange_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, summed_ptr, inboxes_ptr, inbox_ptr, outboxes_ptr, flags_ptr, flag_ptr,
     state_ptr, status_ptr, x_stride, residual_stride, hidden, eps, share, slots, rank, deadline_ns, scales_at, s_row,
     s_group, N: tl.constexpr, SCATTER: tl.constexpr, GATHER: tl.constexpr, QUANT: tl.constexpr,
-    ROUNDING: tl.constexpr, HAS_RESIDUAL: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
-    PDL: tl.constexpr,
+    ROUNDING: tl.constexpr, HAS_RESIDUAL: tl.constexpr, CHUNK: tl.constexpr, BESIDE: tl.constexpr, BLOCK: tl.constexpr,
+    PART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     column = tl.arange(0, BLOCK)
@@ -159,32 +212,26 @@ def _exchange_kernel(
                     giver = (rank + hop) % N
                     late = await_signal(flag_ptr + giver * programs + program, due, late, deadline_ns, status_ptr,
                                         1 + giver)  # fmt: skip
-                first = (chunk - 1) * step + program
-                for row in range(first, tl.minimum(chunk * step, share), programs):
-                    at = tl.cast(row, tl.int64)
-                    if SCATTER:
-                        total = _total(x_ptr, x_stride, inbox_ptr, row, turn, slots, share, hidden, rank, column,
-                                       inside, N)  # fmt: skip
-                        h = cast(tl.where(late != 0, float("nan"), total), dtype)
-                    else:
-                        h = tl.load(x_ptr + at * x_stride + column, mask=inside, other=0.0)
-                    if HAS_RESIDUAL:
-                        old = tl.load(residual_ptr + at * residual_stride + column, mask=inside, other=0.0)
-                        h = cast(h.to(tl.float32) + old.to(tl.float32), dtype)
-                    if SCATTER or HAS_RESIDUAL:
-                        tl.store(summed_ptr + at * hidden + column, h, mask=inside)
-                    y = h
-                    if ROUNDING >= 0:
-                        y = cast(normalised(h, weight, hidden, eps, ROUNDING), dtype)
-                        if not GATHER:
-                            tl.store(y_ptr + at * hidden + column, y, mask=inside)
-                    if QUANT:
-                        _quantised(y, (rank * share + row).to(tl.int64), outboxes_ptr, scales_at, s_row, s_group,
-                                   hidden, rank, BLOCK, N)  # fmt: skip
-                    elif GATHER:
-                        for hop in tl.static_range(N):
-                            box = address(outboxes_ptr, (rank + hop) % N, dtype)
-                            tl.store(box + (rank * share + row).to(tl.int64) * hidden + column, y, mask=inside)
+                done = tl.minimum(chunk * step, share)
+                if BESIDE > 1:
+                    for first in range((chunk - 1) * step + program * BESIDE, done, programs * BESIDE):
+                        _give_beside(x_ptr, x_stride, residual_ptr, residual_stride, summed_ptr, outboxes_ptr, first,
+                                     scales_at, s_group, share, hidden, rank, weight, eps, column, inside, N, ROUNDING,
+                                     HAS_RESIDUAL, BESIDE, BLOCK)  # fmt: skip
+                else:
+                    for row in range((chunk - 1) * step + program, done, programs):
+                        y = _own_row(x_ptr, x_stride, residual_ptr, residual_stride, summed_ptr, inbox_ptr, row, turn,
+                                     slots, share, hidden, rank, weight, eps, late, column, inside, N, SCATTER,
+                                     ROUNDING, HAS_RESIDUAL)  # fmt: skip
+                        at = (rank * share + row).to(tl.int64)
+                        if QUANT:
+                            _give_coded(y, at, outboxes_ptr, scales_at, s_row, s_group, hidden, rank, BLOCK, N)
+                        elif GATHER:
+                            for hop in tl.static_range(N):
+                                box = address(outboxes_ptr, (rank + hop) % N, dtype)
+                                tl.store(box + at * hidden + column, y, mask=inside)
+                        elif ROUNDING >= 0:
+                            tl.store(y_ptr + tl.cast(row, tl.int64) * hidden + column, y, mask=inside)
     if GATHER and (PART == 0 or PART == 2):
         for hop in tl.static_range(1, N):
             flag = address(flags_ptr, (rank + hop) % N, tl.int32)
@@ -209,12 +256,15 @@ def _exchange_rows(
 ) -> None:  # fmt: skip
     hidden = x.shape[-1]
     others = x if residual is None else residual
+    # What is added up was sent by programs that deal out its rows one by one.
+    beside = BESIDE if scales_at and s_row == 1 and not scatter else 1
+    limits = {"maxnreg": 64 if size == 2 else 128} if beside > 1 else {}
     _exchange_kernel[(state.shape[0],)](
         x, others, x if weight is None else weight, y, summed, inboxes, inbox, outboxes, flags, flag, state, status,
         x.stride(0), others.stride(0), hidden, eps, share, slots, rank, deadline_ns, scales_at, s_row, s_group,
         N=size, SCATTER=scatter, GATHER=gather, QUANT=scales_at > 0, ROUNDING=rounding,
-        HAS_RESIDUAL=residual is not None, CHUNK=chunk, BLOCK=next_power_of_2(hidden), PART=part,
-        num_warps=warps_of(hidden), **order(x.device),
+        HAS_RESIDUAL=residual is not None, CHUNK=chunk, BESIDE=beside, BLOCK=next_power_of_2(hidden), PART=part,
+        num_warps=warps_of(hidden), **limits, **order(x.device),
     )  # fmt: skip
 
 
