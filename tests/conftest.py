@@ -142,6 +142,14 @@ def _thawed() -> Iterator[None]:
     assert left <= 0, "the test left objects frozen"
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Let pools of ranks rest behind each file."""
+    worlds = sys.modules.get("fastlayers.testing.world")
+    if worlds is not None and (nextitem is None or nextitem.path != item.path):
+        worlds.rest()
+
+
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
     """A temporary folder whose path is short enough for sockets, which a test's own may not be."""

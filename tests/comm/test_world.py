@@ -5,7 +5,9 @@ On a machine with GPUs the same runs over NCCL (``-m multigpu``; started by plai
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +48,26 @@ def test_communicator_over_gloo(case: CommCase) -> None:
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=nccl(case.size)) for case in MANY])
 def test_communicator_over_nccl(case: CommCase) -> None:
     assert world(case.size, "nccl").run(check_communicator, LayerCommunicator, case) == [None] * case.size
+
+
+def sum_and_process(rank: Rank) -> tuple[float, int]:
+    """Sum over a group of the job's, and say which process this is."""
+    group = collectives(rank.spec(attn_dp=2).attn_dp)
+    return float(group.all_reduce_(torch.ones(1))), os.getpid()
+
+
+def test_a_pool_that_rests_keeps_its_processes_and_no_thread() -> None:
+    pool = world(2)
+    before = pool.run(sum_and_process)
+    pool.rest()
+    pool.rest()
+    threads = [Path(f"/proc/{process}/task") for _, process in before]
+    deadline = time.monotonic() + 10
+    while any(len(list(path.iterdir())) > 1 for path in threads) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [len(list(path.iterdir())) for path in threads] == [1, 1]
+    assert pool.run(sum_and_process) == before
+    assert [total for total, _ in before] == [2.0, 2.0]
 
 
 def rows_of(rank: int, rows: int) -> torch.Tensor:

@@ -31,6 +31,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import lru_cache
@@ -178,6 +179,9 @@ def simulate(size: int, function: Callable[..., Any], *args: Any, timeout: float
 _PRELOADED = ["torch", "torch.distributed.device_mesh", "torch._inductor.config"]
 
 
+_pools: list[World] = []
+
+
 class World:
     """A pool of rank processes; get one from :func:`world`.
 
@@ -188,6 +192,7 @@ class World:
         self.size, self.backend = size, backend
         self._processes: list[Any] = []
         self._pipes: list[multiprocessing.connection.Connection] = []
+        self._stores = 0
 
     def run(
         self, function: Callable[..., Any], *args: Any, timeout: float = 300.0, dying: Sequence[int] = ()
@@ -252,7 +257,7 @@ class World:
         context.set_forkserver_preload(_PRELOADED)
         # A file store needs no port; the file is gone with the directory, once all ranks have met.
         self._directory = tempfile.TemporaryDirectory(prefix="fastlayers_world_")
-        store = str(Path(self._directory.name) / "store")
+        store = self._store()
         poisoned = torch.are_deterministic_algorithms_enabled()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
@@ -262,6 +267,23 @@ class World:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+
+    def _store(self) -> str:
+        """Return the path of a file by which ranks may meet, once."""
+        self._stores += 1
+        return str(Path(self._directory.name) / f"store{self._stores}")
+
+    def rest(self) -> None:
+        """End the groups of ranks over Gloo, not their processes; a later :meth:`run` makes new ones.
+
+        Each group has a thread that looks a hundred times a second whether there is something to do: pools of a
+        session that keep all their groups take a quarter of two processors.
+        """
+        if self._processes and self.backend == "gloo":
+            job = pickle.dumps(self._store())
+            for pipe in self._pipes:
+                with suppress(OSError):  # its process is gone: the next job says so
+                    pipe.send_bytes(job)
 
     def close(self) -> None:
         """End the processes; a later :meth:`run` starts new ones."""
@@ -282,7 +304,14 @@ def world(size: int, backend: str = "gloo") -> World:
     """Return the pool of ``size`` rank processes of this session; they start with the first job."""
     pool = World(size, backend)
     atexit.register(pool.close)
+    _pools.append(pool)
     return pool
+
+
+def rest() -> None:
+    """Let all pools of this session rest: see :meth:`World.rest`."""
+    for pool in _pools:
+        pool.rest()
 
 
 def _address(function: Callable[..., Any]) -> tuple[str, str, str]:
@@ -320,8 +349,14 @@ def _serve(pipe: Any, rank: int, size: int, backend: str, store: str, path: list
         except (EOFError, OSError):
             return
         try:
-            module, file, name, arguments = pickle.loads(job)
-            seat = seat or _join(rank, size, backend, store)
+            match pickle.loads(job):
+                case str(store):  # to rest until the next job, and where the ranks then meet
+                    if seat is not None:
+                        _leave()
+                        seat = None
+                    continue
+                case module, file, name, arguments:
+                    seat = seat or _join(rank, size, backend, store)
             function: Any = _load(module, file)
             for piece in name.split("."):
                 function = getattr(function, piece)
@@ -331,6 +366,13 @@ def _serve(pipe: Any, rank: int, size: int, backend: str, store: str, path: list
         except Exception:
             data = pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(data)
+
+
+def _leave() -> None:
+    """End all groups of this process."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
 
 
 def _join(rank: int, size: int, backend: str, store: str) -> Rank:
