@@ -42,8 +42,11 @@ MANY = 2048
 # Rows beside each other whose scales, where they lie in columns, cross in packets of 16 bytes and not of 4: 183 us
 # instead of 249 for 16,384 rows of two ranks, 14.3 instead of 14.9 for 256 (benchmarks/notes/exchange.md).
 BESIDE = 4
-# With more of them a multiprocessor holds one program of 16 warps, and not two.
-REGISTERS = 64
+
+
+def registers_of(ranks: int) -> int:
+    """Return the registers of a thread of such rows: of two ranks few enough for two programs a multiprocessor."""
+    return 64 if ranks == 2 else 128
 
 
 def way_of(share: int, normed: bool = False) -> tuple[int, int]:
@@ -119,10 +122,10 @@ def _give_coded(y, at, outboxes_ptr, scales_at, s_row, s_group, hidden, rank, BL
 
 
 @triton.jit
-def _give_beside(x_ptr, x_stride, residual_ptr, residual_stride, summed_ptr, outboxes_ptr, first, scales_at, s_group,
-                 share, hidden, rank, weight, eps, column, inside, N: tl.constexpr, ROUNDING: tl.constexpr,
+def _give_beside(x_ptr, x_stride, residual_ptr, residual_stride, summed_ptr, outboxes_ptr, first, scales_at, s_row,
+                 s_group, share, hidden, rank, weight, eps, column, inside, N: tl.constexpr, ROUNDING: tl.constexpr,
                  HAS_RESIDUAL: tl.constexpr, BESIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Store ``BESIDE`` own rows as :func:`_give_coded`, scales in columns: all of a column at once."""
+    """Store ``BESIDE`` own rows as :func:`_give_coded` does, and their scales at once."""
     group, beside = tl.arange(0, BLOCK // 128), tl.arange(0, BESIDE)
     tile = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     kept = tl.zeros((BLOCK // 128, BESIDE), tl.float32)
@@ -137,7 +140,7 @@ def _give_beside(x_ptr, x_stride, residual_ptr, residual_stride, summed_ptr, out
             box = address(outboxes_ptr, (rank + hop) % N, tl.uint8)
             tl.store(box + at * hidden + tile, codes.to(tl.uint8, bitcast=True), mask=(tile < hidden) & there)
         kept = tl.where(beside[None, :] == each, scale[:, None], kept)
-    place = group[:, None].to(tl.int64) * s_group + (rank * share + first + beside)[None, :]
+    place = group[:, None].to(tl.int64) * s_group + (rank * share + first + beside)[None, :] * s_row
     for hop in tl.static_range(N):
         box = address(outboxes_ptr, (rank + hop) % N, tl.uint8) + scales_at
         there = (group[:, None] * 128 < hidden) & (first + beside < share)[None, :]
@@ -216,7 +219,7 @@ def _exchange_kernel(
                 if BESIDE > 1:
                     for first in range((chunk - 1) * step + program * BESIDE, done, programs * BESIDE):
                         _give_beside(x_ptr, x_stride, residual_ptr, residual_stride, summed_ptr, outboxes_ptr, first,
-                                     scales_at, s_group, share, hidden, rank, weight, eps, column, inside, N, ROUNDING,
+                                     scales_at, s_row, s_group, share, hidden, rank, weight, eps, column, inside, N, ROUNDING,
                                      HAS_RESIDUAL, BESIDE, BLOCK)  # fmt: skip
                 else:
                     for row in range((chunk - 1) * step + program, done, programs):
@@ -257,8 +260,8 @@ def _exchange_rows(
     hidden = x.shape[-1]
     others = x if residual is None else residual
     # What is added up was sent by programs that deal out its rows one by one.
-    beside = BESIDE if scales_at and s_row == 1 and not scatter else 1
-    limits = {"maxnreg": 64 if size == 2 else 128} if beside > 1 else {}
+    beside = BESIDE if scales_at and (s_row == 1 or rounding != NO_NORM) and not scatter else 1
+    limits = {"maxnreg": registers_of(size)} if beside > 1 else {}
     _exchange_kernel[(state.shape[0],)](
         x, others, x if weight is None else weight, y, summed, inboxes, inbox, outboxes, flags, flag, state, status,
         x.stride(0), others.stride(0), hidden, eps, share, slots, rank, deadline_ns, scales_at, s_row, s_group,
