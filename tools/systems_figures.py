@@ -333,7 +333,8 @@ def suite() -> Found:
     if "sources" not in found:  # of a commit that has not got these tests
         return None
     bad = found["failed"] + found["error"]
-    return f"{found['passed']} tests passed on an H200 at {found['commit']}", f"{bad} tests fail" if bad else ""
+    card = "an " + found["device"].split()[1]  # NVIDIA H200, NVIDIA H100 80GB HBM3
+    return f"{found['passed']} tests passed on {card} at {found['commit']}", f"{bad} tests fail" if bad else ""
 
 
 def pauses() -> Found:

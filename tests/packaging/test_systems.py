@@ -400,8 +400,8 @@ def test_states_follow_from_figures(tool: Any, tmp_path: Path, monkeypatch: pyte
         {"item": 35, "tokens": 4, "experts": 1, "us": 5.0, "copy_us": 4.0})  # fmt: skip
     assert state(19)[1] == "not done: the vision tower is slower than stock's"
     assert state(32)[1] == state(35)[1] == "done"
-    (tmp_path / "gpu_suite.json").write_text(json.dumps({"failed": 0, "error": 1, "passed": 9, "commit": "abc",
-                                                              "sources": "x"}))  # fmt: skip
+    ran = {"failed": 0, "error": 1, "passed": 9, "commit": "abc", "device": "NVIDIA H100 80GB HBM3", "sources": "x"}
+    (tmp_path / "gpu_suite.json").write_text(json.dumps(ran))
     assert state(21)[1] == "not done: 1 tests fail"
     cfg = "num_heads={}, kv_dtype=torch.float8_e4m3fn, fp8_math={}"
     put("performance/mla.jsonl", *(
