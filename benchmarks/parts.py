@@ -376,12 +376,12 @@ def _tables() -> Iterator[Part]:
         ("linear", "Qwen/Qwen3-8B Qwen/Qwen3-30B-A3B openai/gpt-oss-20b --layer linear", ()),
         ("fp8_linear_tp8", "deepseek-ai/DeepSeek-V3 --tp 8 --layer fp8_linear", PACKAGES),
         ("int8_linear", "--layer int8_linear --shape N=2048,K=3072", ("sgl_kernel",)),
-        ("weight_only_linear", "--layer weight_only_linear --shape N=6144,K=4096 --tokens 1,4,16,64", ()),
+        ("weight_only_linear", "--layer weight_only_linear --shape N=6144,K=4096 --tokens 1,4,16,64,128,512,4096", ()),
     )
     # FlashInfer builds its kernels meanwhile; 80 seconds measured the first token count, or all but the last.
     more = {"mla_tp8": 160, "mla_tp1_e4m3": 120, "gqa": 240, "fused_moe_gpt_oss": 70, "fused_moe_tp8": 110,
             "fused_moe_257": 110, "fused_moe_257_tp1": 110, "fp8_linear_tp8": 200,
-            "int8_linear": 45, "weight_only_linear": 40}  # fmt: skip
+            "int8_linear": 45, "weight_only_linear": 55}  # fmt: skip
     for name, arguments, needs in tunes:
         layer, seconds = arguments.partition("--layer ")[2].partition(" ")[0], more.get(name, 80)
         command = f"fastlayers tune {arguments} --quick --seconds {1.3 * seconds:.0f} --out {{dir}}"
@@ -436,5 +436,9 @@ HISTORY = {
     "fp8_vectors_experts_h200.jsonl": "one token's FP8 experts by vectors; benchmarks/notes/fused_moe_triton.md",
     "fp8_vectors_linear_h200.jsonl": "one token's FP8 products by vectors; benchmarks/notes/fp8_linear.md",
     "two_gpus_slice_since_h200.jsonl": "one.slice and two.slice again, newer than what is simulated with them",
+    "gather_columns_h100.jsonl": "candidates for FP8 rows whose scales lie in columns; benchmarks/notes/exchange.md",
+    "two_gpus_exchange_h100.jsonl": "two.rows on two H100s; two.rows measures today's",
+    "weight_only_h100.jsonl": "weight_only on an H100, with a ladder of one shape; benchmarks/notes/linear.md",
+    "models_h100.jsonl": "host_time.* and generate.* on an H100",
     "serve_pace_h200.jsonl": "what servers did from commit to commit; serve.* measures today's",
 }

@@ -6,7 +6,7 @@
     y[..., n] = round( (Σ over k of x[..., k] · (code[n, k] - zero[n])) · scale[n] + bias[n] )    a scale per channel
 
 Sums are fp32 and y is rounded once; ``round(w)`` is to the dtype of x. With a scale per channel codes are multiplied
-as they are, which is exact.
+as they are, which is exact; the Triton backend does so with groups, too, and scales their sums: w is not rounded.
 Stored: weight uint8 [N, K/2] ("w4a16": codes 0 to 15, two a byte, see quant/packed_codes.py), int8 [N, K] ("w8a16") or
 e4m3 [N, K] ("fp8_w8a16"); weight_scale fp32 [G, N]; weight_zero int16 [G, N]; group_index int32 [K]; bias [N] in dtype.
 """

@@ -1,9 +1,11 @@
 """WeightOnlyLinear in Triton: codes are decoded in registers on their way into the product.
 
-A tiled product split over K when there are few rows, and a matrix-vector kernel for 1 to 4 rows that keeps its next
-tiles of codes in flight (and asks for the first ones before the kernels in front have ended), as for dense weights.
+A tiled product split over K when there are few rows, a kernel that decodes the weights for a dense product when there
+are many, and a matrix-vector kernel for 1 to 4 rows that keeps its next tiles of codes in flight (and asks for the
+first ones before the kernels in front have ended), as for dense weights.
 A tile lies in one group of input features, so that it takes one scale a column. Nibbles come as two halves that meet
-two runs of x (quant/packed_codes.py): no shuffle between registers.
+two runs of x (quant/packed_codes.py): no shuffle between registers. Codes less their zero points are multiplied,
+exactly, and a group's sums are scaled in fp32, as experts' are (moe/fused_moe/triton/packed_gemm.py).
 """
 
 from __future__ import annotations
@@ -14,19 +16,67 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
+from torch.nn import functional as F
 
 from fastlayers.errors import check_keys
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.linear.triton_gemm import TARGET_PROGRAMS, Tile, add_splits_kernel, tile_origin
 from fastlayers.linear.weight_only.layer import ZERO, WeightOnlyLinearConfig
-from fastlayers.linear.weight_only.triton_codes import decode, load_tile, scales_of
+from fastlayers.linear.weight_only.triton_codes import decode, halves_of, load_tile, scales_of
 from fastlayers.operators import operator
 from fastlayers.quant.packed_codes import run_of
 from fastlayers.runtime.launch import kernel
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, dot, release_dependents
 
 MAX_VECTOR_ROWS = 4
-PARAMETERS = ("VECTOR", "BLOCK_M", "BLOCK_N", "SPLITS", "num_warps", "num_stages", "AHEAD", "BYTES")
+# Rows above which weights are decoded first, where groups have scales: 25 million take some 20 µs, as long as the
+# dense product of 64 rows, and decoding them anew for each tile of rows takes longer.
+MOST_ROWS = 64
+PARAMETERS = ("VECTOR", "BLOCK_M", "BLOCK_N", "SPLITS", "num_warps", "num_stages", "AHEAD", "BYTES", "WHOLE")
+
+
+@triton.jit
+def _own_scales(
+    scale_ptr, zero_ptr, index_ptr, k, column, N, K, scale, zero,
+    ZERO: tl.constexpr, HAS_ZERO: tl.constexpr, INDEXED: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """Return scales and zero points of input features ``k`` where each has a group of its own, else those given."""
+    if INDEXED:
+        group = load_tile(index_ptr + k, k, K, EVEN_K)[None, :]
+        return scales_of(scale_ptr, zero_ptr, group, column, N, ZERO, HAS_ZERO)
+    else:
+        return scale, zero
+
+
+@kernel
+def _decode_kernel(
+    weight_ptr, scale_ptr, zero_ptr, index_ptr, whole_ptr, N, K, weight_stride,
+    ZERO: tl.constexpr, HAS_ZERO: tl.constexpr, NIBBLES: tl.constexpr, E4M3: tl.constexpr, GROUP: tl.constexpr,
+    INDEXED: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Write rounded weights ``[N, K]`` from codes whose groups have scales."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    block = tl.program_id(1)
+    known = (row % N)[:, None]
+    CODES: tl.constexpr = BLOCK_K // 2 if NIBBLES else BLOCK_K
+    code = tl.arange(0, CODES)
+    k = block * BLOCK_K + ((code // 16) * 32 + code % 16 if NIBBLES else code)
+    from_row = weight_ptr + known.to(tl.int64) * weight_stride + block * CODES + code[None, :]
+    packed = load_tile(from_row, k[None, :], K, EVEN_K)
+    scale, zero = scales_of(scale_ptr, zero_ptr, known * 0 + block * BLOCK_K // GROUP, known, N, ZERO, HAS_ZERO)
+    dtype: tl.constexpr = whole_ptr.dtype.element_ty
+    inside = (row < N)[:, None] & (k < K)[None, :]
+    place = whole_ptr + row[:, None].to(tl.int64) * K + k[None, :]
+    await_inputs(PDL)  # what is written may be what a kernel in front still reads
+    release_dependents(PDL)
+    own, middle = _own_scales(scale_ptr, zero_ptr, index_ptr, k, known, N, K, scale, zero, ZERO, HAS_ZERO, INDEXED,
+                              EVEN_K)  # fmt: skip
+    low = decode(packed & 15 if NIBBLES else packed, own, middle, dtype, True, E4M3)
+    tl.store(place, low, mask=inside)
+    if NIBBLES:
+        own, middle = _own_scales(scale_ptr, zero_ptr, index_ptr, k + 16, known, N, K, scale, zero, ZERO, HAS_ZERO,
+                                  INDEXED, EVEN_K)  # fmt: skip
+        tl.store(place + 16, decode(packed >> 4, own, middle, dtype, True, E4M3), mask=inside)
 
 
 @kernel(do_not_specialize=("M",))
@@ -51,32 +101,46 @@ def _weight_only_kernel(
     first = split * blocks
     last = tl.minimum(first + blocks, tl.cdiv(K, BLOCK_K))
     dtype: tl.constexpr = x_ptr.dtype.element_ty
+    # Of large tiles and of short groups, second sums take longer than rounding weights.
+    SUMS: tl.constexpr = GROUP == 0 or (not INDEXED and BLOCK_K >= 64 and BLOCK_M <= 64)
     # Weights are the left factor: it may come from registers, in which they are decoded.
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    channel, middle = scales_of(scale_ptr, zero_ptr, known * 0, known, N, ZERO, HAS_ZERO)
+    # They are too few to be copied asynchronously: read one step ahead.
+    start = tl.maximum(tl.minimum(first, last - 1), 0) * BLOCK_K // GROUP if GROUP > 0 else 0
+    scale, zero = scales_of(scale_ptr, zero_ptr, known * 0 + start, known, N, ZERO, HAS_ZERO)
     await_inputs(PDL)
     release_dependents(PDL)
     for block in range(first, last):
         k = block * BLOCK_K + low
         x = load_tile(x_columns + k[:, None], k[:, None], K, EVEN_K)
         packed = load_tile(weight_rows + block * CODES, k[None, :], K, EVEN_K)
-        if INDEXED:
-            group = load_tile(index_ptr + k, k, K, EVEN_K)[None, :]
-            scale, zero = scales_of(scale_ptr, zero_ptr, group, known, N, ZERO, HAS_ZERO)
-        elif GROUP > 0:
-            scale, zero = scales_of(scale_ptr, zero_ptr, known * 0 + block * BLOCK_K // GROUP, known, N, ZERO, HAS_ZERO)
+        if GROUP > 0:
+            following = tl.minimum(block + 1, last - 1) * BLOCK_K // GROUP
+            ahead, zero_ahead = scales_of(scale_ptr, zero_ptr, known * 0 + following, known, N, ZERO, HAS_ZERO)
         else:
-            scale, zero = channel, middle
-        half = packed & 15 if NIBBLES else packed
-        acc = dot(decode(half, scale, zero, dtype, GROUP > 0, E4M3), x, acc)
-        if NIBBLES:
-            x = load_tile(x_columns + (k + 16)[:, None], k[:, None], K, EVEN_K)
-            if INDEXED:
-                group = load_tile(index_ptr + k + 16, k, K, EVEN_K)[None, :]
-                scale, zero = scales_of(scale_ptr, zero_ptr, group, known, N, ZERO, HAS_ZERO)
-            acc = dot(decode(packed >> 4, scale, zero, dtype, GROUP > 0, E4M3), x, acc)
+            ahead, zero_ahead = scale, zero
+        if SUMS:  # codes less their zero points are multiplied, exactly, and a group's sums are scaled
+            part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32) if GROUP > 0 else acc
+            if NIBBLES:
+                less, more = halves_of(packed, zero, dtype)
+                part = dot(less, x, part)
+                x = load_tile(x_columns + (k + 16)[:, None], k[:, None], K, EVEN_K)
+                part = dot(more, x, part)
+            else:
+                part = dot(decode(packed, 1.0, zero, dtype, False, E4M3), x, part)
+            acc = acc + part * scale if GROUP > 0 else part
+        else:  # weights are multiplied, rounded
+            own, middle = _own_scales(scale_ptr, zero_ptr, index_ptr, k, known, N, K, scale, zero, ZERO, HAS_ZERO,
+                                      INDEXED, EVEN_K)  # fmt: skip
+            acc = dot(decode(packed & 15 if NIBBLES else packed, own, middle, dtype, True, E4M3), x, acc)
+            if NIBBLES:
+                x = load_tile(x_columns + (k + 16)[:, None], k[:, None], K, EVEN_K)
+                own, middle = _own_scales(scale_ptr, zero_ptr, index_ptr, k + 16, known, N, K, scale, zero, ZERO,
+                                          HAS_ZERO, INDEXED, EVEN_K)  # fmt: skip
+                acc = dot(decode(packed >> 4, own, middle, dtype, True, E4M3), x, acc)
+        scale, zero = ahead, zero_ahead
     if GROUP == 0:
-        acc *= channel
+        acc *= scale
     if SPLITS == 1 and HAS_BIAS:
         acc += tl.load(bias_ptr + column, mask=column < N, other=0.0).to(tl.float32)[:, None]
     target = y_ptr + (split.to(tl.int64) * M + row.to(tl.int64))[None, :] * N + column[:, None]
@@ -130,16 +194,19 @@ def _weight_only_vector_kernel(
             held = held + (tile,)  # type: ignore[assignment]
         packed, scale, zero = held[i]  # type: ignore[misc]
         k = i * FEATURES + low
-        half = packed & 15 if NIBBLES else packed
-        weight = decode(half, scale, zero, dtype, GROUPED, E4M3).to(tl.float32)
-        other = decode(packed >> 4, scale, zero, dtype, GROUPED, E4M3).to(tl.float32) if NIBBLES else weight
+        if NIBBLES:
+            weight, other = halves_of(packed, zero, dtype)
+        else:
+            weight = decode(packed, 1.0, zero, dtype, False, E4M3)
+            other = weight
         added = ()
         for row in tl.static_range(ROWS):
-            x_row = x_ptr + (row % M) * x_stride + k
-            total = sums[row] + load_tile(x_row, k, K, EVEN_K).to(tl.float32) * weight
+            # For each row of the weight, else it comes in another layout and crosses shared memory.
+            x_row = x_ptr + (row % M) * x_stride + k + known * 0
+            part = load_tile(x_row, k, K, EVEN_K).to(tl.float32) * weight.to(tl.float32)
             if NIBBLES:
-                total += load_tile(x_row + 16, k, K, EVEN_K).to(tl.float32) * other
-            added = added + (total,)
+                part += load_tile(x_row + 16, k, K, EVEN_K).to(tl.float32) * other.to(tl.float32)
+            added = added + (sums[row] + part * scale if GROUPED else sums[row] + part,)
         sums = added
     bias = tl.zeros([BLOCK_N], tl.float32)
     if HAS_BIAS:
@@ -153,8 +220,12 @@ def _weight_only_vector_kernel(
 
 @lru_cache(maxsize=4096)
 def rule(rows: int, n: int, k: int, dtype: torch.dtype, format: str, group: int, indexed: bool) -> dict[str, int]:
-    """Return kernel parameters by rule; not measured yet, but taken from what dense and FP8 weights were best with."""
-    if rows <= MAX_VECTOR_ROWS and not indexed and group & (group - 1) == 0:
+    """Return kernel parameters by rule."""
+    if rows > MOST_ROWS and group and dtype != torch.float32:
+        return {"WHOLE": 1}
+    # Of nibbles two rows are quicker as a product of tiles.
+    vector = rows == 1 or (rows <= MAX_VECTOR_ROWS and format != "w4a16")
+    if vector and not indexed and group & (group - 1) == 0:
         most, codes = (512, k // 2) if format == "w4a16" else (1024, k)
         outputs = 4 if rows == 1 and n > 1024 else 2
         return {
@@ -177,11 +248,13 @@ def candidates(cfg: WeightOnlyLinearConfig, num_tokens: int) -> list[dict[str, i
     """Return the parameters worth measuring for this many rows, :func:`rule`'s own first."""
     shape = cfg.out_features, cfg.in_features
     found = [rule(num_tokens, *shape, cfg.dtype, cfg.format, cfg.group_size, cfg.act_order)]
-    if found[0]["VECTOR"]:
+    if num_tokens <= MAX_VECTOR_ROWS and not cfg.act_order and cfg.group_size & (cfg.group_size - 1) == 0:
         codes = cfg.in_features // (2 if cfg.format == "w4a16" else 1)
         for n, many, warps, ahead in ((2, 512, 4, 2), (4, 512, 4, 1), (8, 256, 4, 2), (2, 1024, 4, 2), (4, 1024, 8, 2)):
             if many < 2 * codes and n * many * num_tokens <= 64 * 32 * warps:
                 found.append({"VECTOR": 1, "BLOCK_N": n, "num_warps": warps, "AHEAD": ahead, "BYTES": many})
+    if num_tokens >= 32 and cfg.group_size and cfg.dtype != torch.float32:
+        found.append({"WHOLE": 1})
     m = max(16, min(128, next_power_of_2(num_tokens)))
     for n, warps, stages in ((32, 4, 4), (64, 4, 4), (128, 4, 4)) if m <= 64 else ((64, 4, 4), (128, 8, 3)):
         programs = cdiv(num_tokens, m) * cdiv(cfg.out_features, n)
@@ -217,11 +290,16 @@ def _weight_only(
     nibbles, launch, grouped = format == "w4a16", dependent_launch(x.device), group > 0
     codes = weight.view(torch.uint8) if format == "fp8_w8a16" else weight
     addend, zeros, run = y if bias is None else bias, scale if zero is None else zero, run_of(group, x.dtype)
-    same = {
-        "ZERO": ZERO[format], "HAS_ZERO": zero is not None, "HAS_BIAS": bias is not None, "NIBBLES": nibbles,
-        "E4M3": format == "fp8_w8a16",
-    }  # fmt: skip
-    if c["VECTOR"]:
+    alike = {"ZERO": ZERO[format], "HAS_ZERO": zero is not None, "NIBBLES": nibbles, "E4M3": format == "fp8_w8a16"}
+    same = alike | {"HAS_BIAS": bias is not None}
+    if c.get("WHOLE"):
+        whole = x.new_empty(n, k)
+        _decode_kernel[(cdiv(n, 64), cdiv(k, run))](
+            codes, scale, zeros, x if index is None else index, whole, n, k, codes.stride(0), **alike, GROUP=group,
+            INDEXED=index is not None, EVEN_K=k % run == 0, BLOCK_N=64, BLOCK_K=run, num_warps=4, **launch,
+        )  # fmt: skip
+        return F.linear(x, whole, bias)
+    if c.get("VECTOR"):
         # A tile of BYTES codes is whole groups, or lies in one.
         per_byte = 2 if nibbles else 1
         run_bytes = min(c["BYTES"], group // per_byte) if grouped else c["BYTES"]
