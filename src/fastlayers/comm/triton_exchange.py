@@ -219,8 +219,8 @@ def _exchange_kernel(
                 if BESIDE > 1:
                     for first in range((chunk - 1) * step + program * BESIDE, done, programs * BESIDE):
                         _give_beside(x_ptr, x_stride, residual_ptr, residual_stride, summed_ptr, outboxes_ptr, first,
-                                     scales_at, s_row, s_group, share, hidden, rank, weight, eps, column, inside, N, ROUNDING,
-                                     HAS_RESIDUAL, BESIDE, BLOCK)  # fmt: skip
+                                     scales_at, s_row, s_group, share, hidden, rank, weight, eps, column, inside, N,
+                                     ROUNDING, HAS_RESIDUAL, BESIDE, BLOCK)  # fmt: skip
                 else:
                     for row in range((chunk - 1) * step + program, done, programs):
                         y = _own_row(x_ptr, x_stride, residual_ptr, residual_stride, summed_ptr, inbox_ptr, row, turn,
