@@ -34,8 +34,8 @@ def changed(row: Mapping[str, Any]) -> list[str]:
     return [name for name in names if name not in targets or then.get(name) != kernel_hash(targets[name])]
 
 
-def steps_of(layer: str, key: str, result: Path = RESULT) -> tuple[Steps, dict[str, Any], list[str]]:
-    """Return what whole steps say of a shape, the table's note about it, and what is left out of it, and why.
+def steps_of(layer: str, key: str, device: str, result: Path = RESULT) -> tuple[Steps, dict[str, Any], list[str]]:
+    """Return what whole steps of a device say of a shape, the table's note about it, and what is left out, and why.
 
     The note names the counts of rows that were applied, and their sources.
     """
@@ -46,7 +46,7 @@ def steps_of(layer: str, key: str, result: Path = RESULT) -> tuple[Steps, dict[s
     left: list[str] = []
     for row in lines:
         head = row if "sources" in row else head
-        if (row.get("layer"), row.get("key")) != (layer, key):
+        if (row.get("layer"), row.get("key")) != (layer, key) or head["device"].split()[0] != device:
             continue
         if others := changed(row):
             left.append(f"{layer} {key}, {row['rows']} rows: steps had other kernels of {', '.join(others)}")

@@ -150,7 +150,7 @@ def summary(path: Path) -> dict[str, Any]:
     samples = [Sample.from_json(row) for row in table["measured"]]
     rows = [row for row in registry(layer).ranked if row.name in table["metadata"]["versions"]]
     layouts, rank = {row.name: row.weight_layout for row in rows}, [row.name for row in rows]
-    steps, note, left = steps_of(layer, str(table["key"]))
+    steps, note, left = steps_of(layer, str(table["key"]), table["device"])
     for each in left:
         print(f"not applied: {each}")
 

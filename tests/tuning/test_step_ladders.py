@@ -89,7 +89,7 @@ def result_of(path: Path, kernels: dict[str, str] | None) -> Path:
     today = {"kernels": {"triton": kernel_hash(registry("linear").named("triton").target)}}
     then = today if kernels is None else {"kernels": kernels}
     rows = [
-        {"commit": "abc", "sources": "123"}, {"model": "m", "rows": 32, "round": 0, "base_us": 1.0},
+        {"commit": "abc", "sources": "123", "device": "H200 (sm_90)"}, {"model": "m", "rows": 32, "round": 0, "base_us": 1.0},
         {"model": "m", "rows": 32} | told | today, {"model": "m", "rows": 8} | told | then,
         {"model": "m", "rows": 8, "chosen_us": 1.0},
     ]  # fmt: skip
@@ -99,16 +99,18 @@ def result_of(path: Path, kernels: dict[str, str] | None) -> Path:
 
 def test_rows_of_a_result_are_those_of_the_shape_and_name_their_sources(tool: Any, tmp_path: Path) -> None:
     result = result_of(tmp_path / "steps.jsonl", None)
-    steps, note, left = tool.steps_of("linear", "N=1,K=2", result)
+    steps, note, left = tool.steps_of("linear", "N=1,K=2", "H200", result)
     assert steps == {count: {Option("triton", (("A", 1),)): 0.5} for count in (8, 32)} and left == []
     assert note == {"rows": [8, 32], "model": "m", "commit": "abc", "sources": "123"}
     none = ({}, {}, [])
-    assert tool.steps_of("gqa", "N=1,K=2", result) == tool.steps_of("linear", "N=1,K=2", tmp_path / "none") == none
+    assert tool.steps_of("gqa", "N=1,K=2", "H200", result) == none
+    assert tool.steps_of("linear", "N=1,K=2", "H100", result) == none  # steps of another device
+    assert tool.steps_of("linear", "N=1,K=2", "H200", tmp_path / "none") == none
 
 
 @pytest.mark.parametrize("kernels", [{"triton": "000000000000"}, {"torch": "e3b0c44298fc"}, {}])
 def test_rows_of_other_kernels_are_not_applied_and_that_is_said(tool: Any, tmp_path: Path, kernels: Any) -> None:
-    steps, note, left = tool.steps_of("linear", "N=1,K=2", result_of(tmp_path / "steps.jsonl", kernels))
+    steps, note, left = tool.steps_of("linear", "N=1,K=2", "H200", result_of(tmp_path / "steps.jsonl", kernels))
     assert list(steps) == note["rows"] == [32]
     assert left == ["linear N=1,K=2, 8 rows: steps had other kernels of triton"]
 
@@ -121,7 +123,7 @@ def test_a_table_of_steps_stays_as_it_is_when_kernels_change(tool: Any, monkeypa
     assert {name: table[name] for name in ("ladder", "steps")} == {
         name: tables.summary(path)[name] for name in ("ladder", "steps")
     }
-    monkeypatch.setattr(tables, "steps_of", lambda layer, key: ({}, {}, ["other kernels"]))
+    monkeypatch.setattr(tables, "steps_of", lambda *shape: ({}, {}, ["other kernels"]))
     found = tables.summary(path)
     assert found["steps"] == table["steps"] and "ladder" not in found
 
