@@ -105,13 +105,16 @@ def kin(device: Device) -> list[Device]:
 def lenders(layer: str, key: str, device: Device) -> Iterator[tuple[Path, Device]]:
     """Yield the tables that may serve a shape without an own one, and the device of each: what is to be asked first.
 
-    Other shapes' on the device; kin devices' of this shape; kin devices' of other shapes.
+    Kin devices' of this shape, which tiles fill alike: those with as many multiprocessors. Then other shapes' on the
+    device, kin devices' of this shape, and theirs of other shapes.
     """
+    others = kin(device)
+    twins = [other for other in others if other.sm_count == device.sm_count]
+    rest = [other for other in others if other not in twins]
+    yield from ((path, other) for other in twins if (path := find(layer, key, other)) is not None)
     yield from ((path, device) for path in neighbours(layer, key, device))
-    for other in kin(device):
-        if (path := find(layer, key, other)) is not None:
-            yield path, other
-    for other in kin(device):
+    yield from ((path, other) for other in rest if (path := find(layer, key, other)) is not None)
+    for other in others:
         yield from ((path, other) for path in neighbours(layer, key, other))
 
 
