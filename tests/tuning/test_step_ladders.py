@@ -89,7 +89,8 @@ def result_of(path: Path, kernels: dict[str, str] | None) -> Path:
     today = {"kernels": {"triton": kernel_hash(registry("linear").named("triton").target)}}
     then = today if kernels is None else {"kernels": kernels}
     rows = [
-        {"commit": "abc", "sources": "123", "device": "H200 (sm_90)"}, {"model": "m", "rows": 32, "round": 0, "base_us": 1.0},
+        {"commit": "abc", "sources": "123", "device": "H200 (sm_90)"},
+        {"model": "m", "rows": 32, "round": 0, "base_us": 1.0},
         {"model": "m", "rows": 32} | told | today, {"model": "m", "rows": 8} | told | then,
         {"model": "m", "rows": 8, "chosen_us": 1.0},
     ]  # fmt: skip
