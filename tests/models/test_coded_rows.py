@@ -21,6 +21,7 @@ from fastlayers.comm.seam import Seam
 from fastlayers.layer import trust
 from fastlayers.linear.fp8_block.layer import FP8BlockLinear
 from fastlayers.linear.fp8_block.torch import TorchFP8Linear
+from fastlayers.linear.fp8_block.triton import TritonFP8Linear
 from fastlayers.norm.rms_norm.layer import RMSNorm
 from fastlayers.quant.coded_rows import CodedRows, layout_of_codes, linear_of
 from fastlayers.quant.group_quant.layer import quantize_groups
@@ -146,8 +147,16 @@ def test_groups_send_codes_and_change_no_bit(config: dict[str, Any], times: int,
         assert found == [(True, [shares[0]] * times), (True, [shares[rank]] * times)]
 
 
+# In the interpreter: of as few columns as make a group, or two where several are to be written.
+FEW_HEADS = {"num_attention_heads": 2, "intermediate_size": 128, "moe_intermediate_size": 128}
+DENSE_OF_ONE, LATENT_OF_ONE = (
+    config | {name: size for name, size in (FEW_HEADS | keys).items() if name in config}
+    for config, keys in ((DENSE, {"num_key_value_heads": 1}), (LATENT, {"num_key_value_heads": 2}))
+)
+
+
 @torch.inference_mode()
-@pytest.mark.parametrize(("config", "norms"), [(DENSE, 4), (LATENT, 5)], ids=["gqa", "mla"])
+@pytest.mark.parametrize(("config", "norms"), [(DENSE_OF_ONE, 4), (LATENT_OF_ONE, 5)], ids=["gqa", "mla"])
 def test_norms_of_one_rank_write_codes_and_change_no_bit(
     config: dict[str, Any], norms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,7 +186,9 @@ def test_norms_of_one_rank_write_codes_and_change_no_bit(
     coded, counts = step(9)
     assert counts == [9] * norms and coded.isfinite().all()
     # One row is quantised by the product itself, whoever looks sees rows, and so does a copy that is asked anew.
-    assert step(1)[1] == []
+    with monkeypatch.context() as patch:  # what it gives nobody looks at, and it takes the interpreter longest
+        patch.setattr(TritonFP8Linear, "__call__", lambda self, x, *rest: x.new_zeros(len(x), self.cfg.out_features))
+        assert step(1)[1] == []
     seen: list[type] = []
     hooks = [
         layer.self_attn.register_forward_pre_hook(lambda module, given: seen.append(type(given[0]))),
