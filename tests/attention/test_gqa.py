@@ -20,7 +20,6 @@ from fastlayers.attention.gqa.torch import TorchGQA
 from fastlayers.attention.meta import AttentionBatch, AttentionState, whole_pages
 from fastlayers.device import as_device
 from fastlayers.errors import ArgumentError
-from fastlayers.testing.parity import check_parity
 from fastlayers.weights import slots
 
 IMPLS = [TorchGQA, ReferenceGQA]
@@ -399,19 +398,20 @@ def test_layer_compiles_whole_and_follows_the_metadata() -> None:
 
 
 def test_attention_in_one_part_is_one_variant_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, least = triton._gqa_kernel.at, set()
+    least = set()
 
     def at(grid: Any, *numbers: Any, **constants: Any) -> Any:
         if constants["SPLITS"] == 1:
             least.add(constants["LEAST"])
-        return real(grid, *numbers, **constants)
+        return lambda *tensors: None  # what these cases compute, tests/test_parity.py looks at
 
     monkeypatch.setattr(triton._gqa_kernel, "at", at)
     triton._launches.cache_clear()
     rows = set()
     for case in SPEC.cases:
         if case.small and case.cfg.phase == "extend" and GQA.named("triton").refuse(case.cfg, as_device("cpu")) is None:
-            check_parity("gqa", "triton", case, "cpu")
+            ours, inputs = GQA.named("triton").load()(case.cfg), SPEC.make_inputs(case, torch.device("cpu"), 0)
+            SPEC.run(ours, inputs, SPEC.prepare(ours, inputs))
             rows.add(case.name)
     triton._launches.cache_clear()
     assert len(rows) > 3 and least == {triton.MIN_SPLIT}
