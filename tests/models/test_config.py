@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+import itertools
 import json
 import math
 import random
@@ -232,14 +233,18 @@ def logits_of_stock(folder: Path, config: dict[str, Any]) -> torch.Tensor | None
         return None
 
 
-@pytest.mark.parametrize("kind", CLASSES)
-def test_every_key_removed_or_mutated_reads_as_in_transformers_or_is_refused(kind: str) -> None:
+# Transformers takes longest to read what has images, too; each key is changed in 20 ways.
+@pytest.mark.parametrize(
+    ("kind", "every"),
+    [*((kind, 2 if kind == "llama4" else 1) for kind in CLASSES), pytest.param("llama4", 1, marks=pytest.mark.slow)],
+)
+def test_every_key_removed_or_mutated_reads_as_in_transformers_or_is_refused(kind: str, every: int) -> None:
     whole = config_of(kind)
     expected = read(kind, whole)
     assert not isinstance(expected, Exception), expected
     settings = family_of({"model_type": kind}).config_class.settings(kind)
     accepted = refused = compared = 0
-    for what, config in changes_of(whole):
+    for what, config in itertools.islice(changes_of(whole), None, None, every):
         found = read(kind, config)
         if isinstance(found, Exception):
             refused += 1
@@ -302,13 +307,15 @@ def load(folder: Path, config: Any) -> Any:
         return error
 
 
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", CLASSES)
-def test_any_configuration_is_loaded_or_refused_in_our_words(kind: str, folders: dict[str, Path]) -> None:
+def test_any_configuration_is_loaded_or_refused_in_our_words(kind: str, count: int, folders: dict[str, Path]) -> None:
     whole = config_of(kind)
-    assert not isinstance(load(folders[kind], whole), Exception), load(folders[kind], whole)
-    drawn = random.Random(kind).sample(list(changes_of(whole)), 60)
+    made = load(folders[kind], whole)
+    assert not isinstance(made, Exception), made
+    drawn = random.Random(kind).sample(list(changes_of(whole)), count)
     found = [load(folders[kind], config) for _, config in drawn]  # whatever else is raised fails here
-    assert 5 < sum(isinstance(each, Exception) for each in found) < 60
+    assert 5 < sum(isinstance(each, Exception) for each in found) < count
 
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
