@@ -56,7 +56,14 @@ def edited(module: str, node: ast.stmt, text: str) -> Sources:
         lines.insert(first.lineno - 1, " " * first.col_offset + text)
         return "\n".join(lines), found[1]
 
-    return Sources(read)
+    made = Sources(read)
+    # What is as before is not parsed and looked through again.
+    plain = installed()
+    made._modules = {name: found for name, found in plain._modules.items() if name != module}
+    made._used = {
+        key: used for key, used in plain._used.items() if module not in (key[0], *(each.module.name for each in used))
+    }
+    return made
 
 
 def test_every_kernel_of_ours_belongs_to_a_backend() -> None:
