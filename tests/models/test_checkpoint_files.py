@@ -341,12 +341,12 @@ def chosen_by_transformers(folder: Path) -> set[Path] | None:
     return {Path(file).resolve() for file in files}
 
 
-@given(directories())
-@settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-def test_the_files_of_any_directory_are_those_that_transformers_takes(
-    source: Path, tmp_path_factory: pytest.TempPathFactory, drawn: dict[str, Any]
-) -> None:
-    folder = make(tmp_path_factory.mktemp("any") / "made", source, drawn)
+def draws(count: int) -> settings:
+    return settings(max_examples=count, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+def check_files(source: Path, folder: Path, drawn: dict[str, Any]) -> None:
+    folder = make(folder, source, drawn)
     theirs = chosen_by_transformers(folder)
     try:
         checkpoint = Checkpoint(folder)
@@ -363,11 +363,24 @@ def test_the_files_of_any_directory_are_those_that_transformers_takes(
 
 
 @given(directories())
-@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-def test_any_directory_is_read_as_transformers_reads_it_or_refused(
+@draws(100)
+def test_the_files_of_any_directory_are_those_that_transformers_takes(
     source: Path, tmp_path_factory: pytest.TempPathFactory, drawn: dict[str, Any]
 ) -> None:
-    folder = make(tmp_path_factory.mktemp("any") / "made", source, drawn)
+    check_files(source, tmp_path_factory.mktemp("any") / "made", drawn)
+
+
+@pytest.mark.slow
+@given(directories())
+@draws(1000)
+def test_the_files_of_many_directories_are_those_that_transformers_takes(
+    source: Path, tmp_path_factory: pytest.TempPathFactory, drawn: dict[str, Any]
+) -> None:
+    check_files(source, tmp_path_factory.mktemp("any") / "made", drawn)
+
+
+def check_reading(source: Path, folder: Path, drawn: dict[str, Any]) -> None:
+    folder = make(folder, source, drawn)
     taken = same_as_stock(folder) if chosen_by_transformers(folder) is not None else None
     try:
         done = convert_checkpoint(folder, folder.parent / "int8", "int8")
@@ -375,3 +388,20 @@ def test_any_directory_is_read_as_transformers_reads_it_or_refused(
         assert not taken
         return
     assert Checkpoint(folder.parent / "int8").names() >= Checkpoint(folder).names() and done.shards >= 1
+
+
+@given(directories())
+@draws(30)
+def test_any_directory_is_read_as_transformers_reads_it_or_refused(
+    source: Path, tmp_path_factory: pytest.TempPathFactory, drawn: dict[str, Any]
+) -> None:
+    check_reading(source, tmp_path_factory.mktemp("any") / "made", drawn)
+
+
+@pytest.mark.slow
+@given(directories())
+@draws(300)
+def test_many_directories_are_read_as_transformers_reads_them_or_refused(
+    source: Path, tmp_path_factory: pytest.TempPathFactory, drawn: dict[str, Any]
+) -> None:
+    check_reading(source, tmp_path_factory.mktemp("any") / "made", drawn)
