@@ -199,6 +199,16 @@ def test_what_cannot_be_captured_runs_uncaptured_and_says_so(model: Any, caplog:
     assert strict.pool.free_pages == strict.pool.num_pages - 1
 
 
+# To compile takes longest; that of another family is the same.
+compiled = pytest.mark.parametrize(
+    "model",
+    [QWEN3_MOE, pytest.param(GPT_OSS, marks=pytest.mark.slow)],
+    indirect=True,
+    ids=lambda hf: hf["model_type"],
+)
+
+
+@compiled
 def test_small_operators_compiled_up_to_a_batch(model: Any) -> None:
     how = fl.TorchCompile(max_batch=2, backend="aot_eager")
     torch._dynamo.utils.counters.clear()
@@ -213,6 +223,7 @@ def test_small_operators_compiled_up_to_a_batch(model: Any) -> None:
         assert generator.generate(rows, SAMPLED, max_new_tokens=6) == wanted
 
 
+@compiled
 def test_what_cannot_be_compiled_raises(model: Any) -> None:
     how = fl.TorchCompile(backend="aot_eager")
     graphs = CudaGraphs(runtime=Failing())

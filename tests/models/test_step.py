@@ -98,7 +98,17 @@ def trace(model: Any, captured: bool, params: list[SamplingParams], **options: A
     return out, served
 
 
-@pytest.mark.parametrize("params", [[GREEDY] * 5, [GREEDY, DRAWN, GREEDY, DRAWN, DRAWN]], ids=["greedy", "mixed"])
+ALL_GREEDY, MIXED = [GREEDY] * 5, [GREEDY, DRAWN, GREEDY, DRAWN, DRAWN]
+TRACED = [
+    *((family, MIXED) for family in (*FAMILIES, "deepseek")), ("gpt_oss", ALL_GREEDY),
+    *(pytest.param(family, ALL_GREEDY, marks=pytest.mark.slow) for family in (*FAMILIES, "deepseek")
+      if family != "gpt_oss"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "params"), TRACED, indirect=["model"], ids=lambda v: v if isinstance(v, str) else f"{v.count(GREEDY)}of5"
+)
 def test_captured_mixtures_draw_the_tokens_of_uncaptured_ones(model: Any, params: list[SamplingParams]) -> None:
     with torch.inference_mode():
         wanted, plain = trace(model, False, params)
