@@ -112,7 +112,7 @@ def prompts(count: int, longest: int, seed: int) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("h200", "model", "count"),
     [
-        (("flashinfer",), "qwen3_8b", 12),
+        (("flashinfer",), "qwen3_8b", 6),
         *(
             pytest.param(packages, model, 200, marks=pytest.mark.slow)
             for packages in (("flashinfer",), ())
@@ -180,24 +180,28 @@ LAYERS: dict[str, Callable[[], Any]] = {
 
 
 @with_packages
+@pytest.mark.parametrize("count", [400, pytest.param(3000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LAYERS)
-def test_steps_of_each_kind_stand_for_all(h200: None, name: str) -> None:
+def test_steps_of_each_kind_stand_for_all(h200: None, name: str, count: int) -> None:
     layer = LAYERS[name]()
     positions = layer.rotary.max_position
     state = AttentionState(BATCH, 2048, positions // 64, 64)
     known = {kind_of(layer, step) for step in of_each_kind(layer, state, positions, BATCH, positions)}
     assert len(known) < 120
-    for queries, prefixes in steps(3000, positions, 3):
+    for queries, prefixes in steps(count, positions, 3):
         longest = max(query + prefix for query, prefix in zip(queries, prefixes, strict=True))
         step = Step(len(queries), sum(queries), max(queries), longest)
         assert kind_of(layer, step) in known, step
 
 
 @pytest.mark.parametrize("h200", [()], indirect=True)
+@pytest.mark.parametrize("count", [16, pytest.param(80, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name", ["qwen3_30b", "gpt_oss_window", "one_key_head", pytest.param("v3", marks=pytest.mark.slow), "v3_tp8"]
 )
-def test_kinds_are_those_of_what_is_launched(h200: None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_are_those_of_what_is_launched(
+    h200: None, name: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kinds, layer = Kinds(monkeypatch), LAYERS[name]()
     state = AttentionState(BATCH, 2048, layer.rotary.max_position // 64, 64)
 
@@ -210,10 +214,10 @@ def test_kinds_are_those_of_what_is_launched(h200: None, name: str, monkeypatch:
     for step in of_each_kind(layer, state, 2048, BATCH, layer.rotary.max_position):
         x, cache = precompile._rows_and_cache(layer, step.num_tokens, 1)
         warm |= launched(arguments(layer, step, state, x, cache))
-    for count in (4, 12, 20, 50, 100, 300, 2000) if layer.core_path else ():  # expanded keys of prompts, in each rung
-        for inputs in _examples(layer, count):
+    for tokens in (4, 12, 20, 50, 100, 300, 2000) if layer.core_path else ():  # expanded keys of prompts, in each rung
+        for inputs in _examples(layer, tokens):
             warm |= launched(inputs)
-    for queries, prefixes in steps(80, layer.rotary.max_position, 5):
+    for queries, prefixes in steps(count, layer.rotary.max_position, 5):
         pages = [[1] * -(-(query + prefix) // 64) for query, prefix in zip(queries, prefixes, strict=True)]
         x, cache = precompile._rows_and_cache(layer, sum(queries), 1)
         found = launched((x, state.plan(AttentionBatch(tuple(queries), tuple(prefixes), pages)), cache))
