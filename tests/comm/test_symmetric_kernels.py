@@ -21,6 +21,8 @@ from fastlayers.quant.coded_rows import CodedRows
 from fastlayers.quant.group_quant.layer import quantize_groups
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Eight ranks take four times as long as four, and nothing is otherwise but how often a loop over ranks runs.
+EIGHT = pytest.param(8, marks=pytest.mark.slow)
 
 
 def summed(parts: list[torch.Tensor], residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -53,7 +55,7 @@ def on_all(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("n", [2, 4, EIGHT])
 def test_push_sum_over_changing_counts(n: int, dtype: torch.dtype) -> None:
     hidden, slots = 24, 8
     operators = push_operators(n, hidden, dtype, slots)
@@ -130,8 +132,12 @@ def in_parts(method: str, operators: list[Exchange], xs: list[torch.Tensor], res
 
 
 @pytest.mark.parametrize(
-    ("n", "dtype"), [(2, torch.bfloat16), (2, torch.float32), (4, torch.bfloat16), (8, torch.float16)]
-)
+    ("n", "dtype"),
+    [
+        (2, torch.bfloat16), (2, torch.float32), (2, torch.float16), (4, torch.bfloat16),
+        pytest.param(8, torch.float16, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_exchange(n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastlayers.comm.triton_exchange.CHUNK", 2)
     hidden, slots = 24, 9
@@ -157,7 +163,7 @@ def test_exchange(n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
     assert all(op.arena.failed() is None for op in operators)
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("n", [2, 4, EIGHT])
 def test_nobody_looks_where_nothing_was_sent(n: int) -> None:
     """Memory that a call has no business with holds NaN, and still does afterwards."""
     hidden, slots, rows = 16, 4, 2
@@ -183,7 +189,7 @@ def test_nobody_looks_where_nothing_was_sent(n: int) -> None:
         assert bool(move.outbox.tensor[n * rows :].isnan().all())
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("n", [2, 4, EIGHT])
 def test_tokens_of_changing_counts_whose_slots_hold_nan(n: int) -> None:
     hidden, slots, experts, top_k = 16, 3, 2 * n, 2
     nbytes = TokenExchange.nbytes_for(n, hidden, top_k, torch.float32, slots, 2)
@@ -301,7 +307,7 @@ def test_quantised_gather_behind_a_norm(n: int, share: int) -> None:
             assert scales.stride() == wanted_scales.stride()
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("n", [2, 4, EIGHT])
 def test_the_layer_behind_a_norm_has_the_bits_of_each(n: int) -> None:
     """Of the norm alone, and of codes that are made of its rows; with and without a residual, in any order of calls."""
     hidden, slots = 256, 3
@@ -338,7 +344,7 @@ def test_the_layer_behind_a_norm_has_the_bits_of_each(n: int) -> None:
     assert all(bool((rows == 1).all()) and rows.shape == (2 * n, hidden) for rows in plain)
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("n", [2, 4, EIGHT])
 def test_a_sum_and_its_norm_are_gathered_as_codes(n: int) -> None:
     hidden, share = 384, 3
     moves = exchanges(n, hidden, torch.bfloat16, share, 2)
@@ -358,7 +364,7 @@ def test_a_sum_and_its_norm_are_gathered_as_codes(n: int) -> None:
     assert all(move.arena.failed() is None for move in moves)
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("n", [2, 4, EIGHT])
 def test_a_push_leaves_codes(n: int) -> None:
     hidden = 384
     operators = push_operators(n, hidden, torch.bfloat16, 6)
