@@ -66,13 +66,16 @@ def agree(cfg: FusedMoEConfig, plans: list[LaunchConfig], tokens: int, device: s
                 assert torch.equal(y, found), (plan, replay)
 
 
-# Two whole tiles of a row and half of one, and three blocks of columns in the second product.
-RAGGED = replace(SMALL, hidden_size=640, intermediate_size=384, top_k=3, activation="swiglu_oai", bias=True)
+# A whole tile of a row and half of one; and two and a half, with three blocks of columns in the second product.
+RAGGED = replace(SMALL, hidden_size=384, intermediate_size=128, top_k=3, activation="swiglu_oai", bias=True)
+LONGER = replace(RAGGED, hidden_size=640, intermediate_size=384)
+RAGGED_PLAN = LaunchConfig(Tile(0, 64, 256, 1, 1), Tile(0, 64, 128, 4, 9))
 CASES = {
     "one_token": (SMALL, PLAN, 1),
     "two_tokens_none_shared": (replace(SMALL, num_shared=0), PLAN, 2),
-    "ue8m0": (replace(SMALL, scale_fmt="ue8m0"), PLAN, 1),
-    "swiglu_oai_bias_tail": (RAGGED, LaunchConfig(Tile(0, 64, 256, 1, 1), Tile(0, 64, 128, 4, 9)), 1),
+    "ue8m0": (replace(SMALL, scale_fmt="ue8m0", intermediate_size=128), RAGGED_PLAN, 1),
+    "swiglu_oai_bias_tail": (RAGGED, RAGGED_PLAN, 1),
+    "swiglu_oai_bias_longer_tail": (LONGER, RAGGED_PLAN, 1),
     "fp16_one_group": (
         replace(SMALL, intermediate_size=128, dtype=torch.float16),
         LaunchConfig(Tile(0, 32, 128, 1, 2), Tile(0, 128, 128, 1, 99)),
@@ -81,8 +84,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("cfg", "plan", "tokens"), CASES.values(), ids=CASES)
-def test_vectors_give_the_reference(cfg: FusedMoEConfig, plan: LaunchConfig, tokens: int) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (CASES[name][0] is LONGER)) for name in CASES]
+)
+def test_vectors_give_the_reference(name: str) -> None:
+    cfg, plan, tokens = CASES[name]
     agree(cfg, [plan], tokens, "cpu")
 
 
@@ -117,13 +123,16 @@ def test_chunks_hold_all_pairs() -> None:
     assert all(sum(pair_vector_fp8._chunks(pairs, 4)) == pairs for pairs in range(1, 17))
 
 
-# Of the first product, by the tokens it takes to see each, and of the second one.
+# The sizes at which a bug of the first product shows: tokens, hidden size and columns. In the interpreter it takes
+# as long as there are pairs times columns.
+ONE, TWO_TOKENS, TWO_TILES, TWO_GROUPS = (1, 128, 128), (2, 128, 128), (1, 256, 128), (1, 128, 256)
+# Of the first product, and of the second one.
 INTO_MUTANTS = {
-    "up rows by the gates' scales": (1, "scales[row // BLOCK_N]", "scales[0]"),
-    "up is gate": (1, "row + I - BLOCK_N if", "row - BLOCK_N if"),
-    "scales of the first block of rows": (1, "first // _GROUP) * (K // _GROUP)", "0) * (K // _GROUP)"),
-    "first tile of a row again": (1, "_tile(origin, i * BLOCK_K", "_tile(origin, 0"),
-    "every token the first": (2, "pair // (TOP_K + SHARED) * x_stride", "0 * x_stride"),
+    "up rows by the gates' scales": (ONE, "scales[row // BLOCK_N]", "scales[0]"),
+    "up is gate": (ONE, "row + I - BLOCK_N if", "row - BLOCK_N if"),
+    "scales of the first block of rows": (TWO_GROUPS, "first // _GROUP) * (K // _GROUP)", "0) * (K // _GROUP)"),
+    "first tile of a row again": (TWO_TILES, "_tile(origin, i * BLOCK_K", "_tile(origin, 0"),
+    "every token the first": (TWO_TOKENS, "pair // (TOP_K + SHARED) * x_stride", "0 * x_stride"),
 }
 OUT_MUTANTS = {
     "scales of the first block of outputs": ("(D // _GROUP) + first // _GROUP)", "(D // _GROUP))"),
@@ -171,9 +180,12 @@ def behind(kept: Kept, module: ModuleType) -> ModuleType:
     return module
 
 
-def error(module: ModuleType, tokens: int) -> float:
-    """Return how far tokens' results are from the reference's; one of two has a dropped pair."""
-    cfg = replace(SMALL, hidden_size=256, intermediate_size=256, num_experts=3, bias=True, top_k=2)
+def error(module: ModuleType, tokens: int, hidden: int = 256, columns: int = 256, tile: int = 256) -> float:
+    """Return how far tokens' results are from the reference's; one of two has a dropped pair.
+
+    ``tile``: of the first product's rows.
+    """
+    cfg = replace(SMALL, hidden_size=hidden, intermediate_size=columns, num_experts=3, bias=True, top_k=2)
     _, inputs = inputs_of(cfg, tokens, "cpu")
     oracle = ReferenceFusedMoE(cfg)
     packed: MoEWeights = prepare(oracle, inputs)
@@ -182,20 +194,22 @@ def error(module: ModuleType, tokens: int) -> float:
     with poisoned_memory():
         module.fp8_vector_experts(
             inputs["x"], inputs["topk_weights"], inputs["topk_ids"], packed, y, cfg.num_shared,
-            LaunchConfig(Tile(0, 64, 128, 1, 1), Tile(0, 128, 128, 1, 2)), False, False, 0.0, 0.0, cfg.scaling_factor,
+            LaunchConfig(Tile(0, 64, tile, 1, 1), Tile(0, 128, 128, 1, 2)), False, False, 0.0, 0.0, cfg.scaling_factor,
         )  # fmt: skip
     return float((y.float() - wanted).norm() / wanted.norm())
 
 
 def test_vectors_agree_with_the_reference(tmp_path: Path, kept: Kept) -> None:
-    assert error(pair_vector_fp8, 1) < 0.01
+    for sizes in sorted({sizes for sizes, *_ in INTO_MUTANTS.values()} - {ONE}):
+        assert error(pair_vector_fp8, *sizes, tile=128) < 0.01, sizes
     assert error(behind(kept, planted(pair_vector_fp8, tmp_path)), 2) < 0.01
 
 
 @pytest.mark.parametrize("name", INTO_MUTANTS)
 def test_planted_bug_of_the_first_product_shows(name: str, tmp_path: Path) -> None:
-    tokens, *change = INTO_MUTANTS[name]
-    assert not error(planted(pair_vector_fp8, tmp_path, (change[0], change[1])), tokens) < 0.02, f"{name}: no change"
+    sizes, before, after = INTO_MUTANTS[name]
+    mutant = planted(pair_vector_fp8, tmp_path, (before, after))
+    assert not error(mutant, *sizes, tile=128) < 0.02, f"{name}: no change"
 
 
 @pytest.mark.parametrize("name", OUT_MUTANTS)
