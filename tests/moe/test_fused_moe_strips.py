@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -115,16 +116,22 @@ MUTANTS = {
 }
 
 
+BROKEN, STRIPS = replace(SMALL, hidden_size=1024, num_shared=0), plan(16, 64, 4)
+
+
+@lru_cache
+def in_tiles() -> torch.Tensor:
+    return computed(BROKEN, replace(STRIPS, strip=1), inputs_of(BROKEN, 5, "cpu"))
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_planted_bugs_are_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = replace(SMALL, hidden_size=1024, num_shared=0)
-    inputs, how = inputs_of(cfg, 5, "cpu"), plan(16, 64, 4)
-    wanted = computed(cfg, replace(how, strip=1), inputs)
+    wanted = in_tiles()
     mutant = planted(strip_gemm, tmp_path, MUTANTS[name])
     monkeypatch.setattr(backend, "strip_kernel", mutant.strip_kernel)
     backend._launches.cache_clear()
     try:
-        assert not torch.equal(computed(cfg, how, inputs), wanted)
+        assert not torch.equal(computed(BROKEN, STRIPS, inputs_of(BROKEN, 5, "cpu")), wanted)
     finally:
         backend._launches.cache_clear()
 

@@ -140,11 +140,16 @@ def plain() -> torch.Tensor:
     return few_tokens(PLAIN)
 
 
+ALL_STEPS = mxfp4_plans.ALL_STEPS
+# Of the first product, of the second and of both; one step ahead, two and all.
+HELD = [(1, 2), (2, ALL_STEPS), (3, 1)]
+HELD += [pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 1), (2, 1), (3, 2), (3, ALL_STEPS))]
+
+
 @interpreted
-def test_codes_in_registers_give_the_same_bits() -> None:
-    wanted = plain()
-    for held, ahead in ((1, 1), (2, 1), (3, 1), (3, 2), (3, mxfp4_plans.ALL_STEPS)):
-        assert torch.equal(few_tokens(replace(PLAIN, held=held, s1=ahead, s2=ahead)), wanted), (held, ahead)
+@pytest.mark.parametrize(("held", "ahead"), HELD)
+def test_codes_in_registers_give_the_same_bits(held: int, ahead: int) -> None:
+    assert torch.equal(few_tokens(replace(PLAIN, held=held, s1=ahead, s2=ahead)), plain())
 
 
 @pytest.mark.gpu

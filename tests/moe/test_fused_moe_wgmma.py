@@ -247,7 +247,7 @@ def drawn(cfg: FusedMoEConfig, tokens: int, device: str = "cpu") -> dict[str, An
 
 
 @interpreted
-@pytest.mark.parametrize("sizes", [(320, 320), (96, 160)], ids=str)
+@pytest.mark.parametrize("sizes", [pytest.param((320, 320), marks=pytest.mark.slow), (96, 160)], ids=str)
 def test_the_twin_is_right(sizes: tuple[int, int]) -> None:
     """By the reference; with the bits of the kernels without wgmma, whatever the plan; of lent plans, too."""
     cfg = replace(SMALL, hidden_size=sizes[0], intermediate_size=sizes[1])
