@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,22 +22,24 @@ def modules(package: str) -> dict[str, tuple[Path, bool]]:
     return found
 
 
-def imported(path: Path, everywhere: bool) -> Iterator[tuple[str, str | None]]:
-    """Yield what a file imports when it is loaded (``everywhere``: also later), what is for type checkers left out."""
+@cache
+def imported(path: Path, everywhere: bool) -> list[tuple[str, str | None]]:
+    """Return what a file imports when it is loaded (``everywhere``: also later), what is for type checkers left out."""
 
     def visit(node: ast.AST) -> Iterator[tuple[str, str | None]]:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             return
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not everywhere:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not everywhere:
             return
         if isinstance(node, ast.Import):
             yield from ((name.name, None) for name in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield from ((node.module, name.name) for name in node.names)
         for child in ast.iter_child_nodes(node):
-            yield from visit(child)
+            if not isinstance(child, ast.expr):  # none holds a statement
+                yield from visit(child)
 
-    yield from visit(ast.parse(path.read_text(encoding="utf-8")))
+    return list(visit(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 def edges(package: str) -> dict[str, set[str]]:
