@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_weights_epoch import decode, mla, run_moe, values_like
 
 F32 = torch.float32
-DRAWS, BLOCK, LENGTH = 40, 20, 5
+DRAWS, BLOCK, LENGTH = 20, 20, 5
 
 
 def experts(quant: str) -> FusedMoE:
@@ -391,7 +391,7 @@ def test_drawn_changes(first: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(DRAWS, 50 * DRAWS, BLOCK))
+@pytest.mark.parametrize("first", range(DRAWS, 100 * DRAWS, BLOCK))
 def test_many_drawn_changes(first: int) -> None:
     drawn(first)
 
