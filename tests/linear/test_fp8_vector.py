@@ -60,8 +60,13 @@ TILES = [(2, 512, 1), (4, 512, 2), (8, 1024, 4), (1, 512, 9)]
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("fmt", ["float", "ue8m0"])
+@pytest.mark.parametrize(
+    ("fmt", "dtype"),
+    [
+        ("float", BF16), ("ue8m0", FP16), pytest.param("float", FP16, marks=pytest.mark.slow),
+        pytest.param("ue8m0", BF16, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize(("n", "k", "bias"), [(8, 1024, False), (133, 640, True), (13, 1377, True), (5, 71, False)])
 def test_agrees_with_the_reference_whatever_the_tile(n: int, k: int, bias: bool, fmt: str, dtype: torch.dtype) -> None:
     cfg = FP8LinearConfig(k, n, bias, dtype, scale_fmt=fmt)
