@@ -59,12 +59,12 @@ def test_processes_that_have_met_already() -> None:
 
 STAYS_OUT = """
 import os, sys
+if os.environ["RANK"] == "1":
+    sys.exit(0)
 from datetime import timedelta
 import fastlayers as fl
 from fastlayers.comm import ranks
 ranks.TIMEOUT = timedelta(seconds=2)
-if os.environ["RANK"] == "1":
-    sys.exit(0)
 try:
     fl.Ranks(tp=2).join("cpu")
 except fl.errors.RankLostError as error:
@@ -126,23 +126,24 @@ def command_line(
     return int(ended.value.code or 0), *capfd.readouterr()
 
 
+GPT_OSS = ["--checkpoint", str(ROOT / "checkpoints" / "tiny_gpt_oss")]
+
+
 # That --tp arrives, and what ranks then compute, other tests say, too; that --dp does, this one alone.
+@pytest.mark.parametrize("checkpoint", [GPT_OSS, pytest.param([], marks=pytest.mark.slow)], ids=["gpt_oss", "deepseek"])
 @pytest.mark.parametrize("split", [pytest.param(["--tp", "2"], marks=pytest.mark.slow), ["--dp", "2"]], ids=" ".join)
 def test_command_line_over_two_processes(
-    split: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    split: list[str], checkpoint: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    asked = ["generate", "What is 127 + 45?", "--dtype", "fp32", "--device", "cpu", "--json", *split]
-    code, said, _ = command_line(monkeypatch, capfd, *asked)
+    """Notices of the model are given once: here that a format is slow on this device."""
+    asked = ["generate", "What is 127 + 45?", "--dtype", "fp32", "--device", "cpu", "--json", *split, *checkpoint]
+    code, said, errors = command_line(monkeypatch, capfd, *asked)
     answer = json.loads(said)  # one process speaks
     assert code == 0 and answer["text"].strip() == "172" and answer["finished"] == "stop"
+    assert errors.count("MXFP4 weights in 4 modules") == (checkpoint == GPT_OSS)
 
 
 def test_ranks_that_fail_alike_say_so_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """Notices of the model, too: here that its format is slow on this device."""
-    asked = ["generate", "Once", "--device", "cpu"]
-    code, _, errors = command_line(monkeypatch, capfd, *asked, "--dp", "3")
+    code, _, errors = command_line(monkeypatch, capfd, "generate", "Once", "--device", "cpu", "--dp", "3")
     said = "error: Linear out_features: size is 256 over 3 ranks; accepted: a multiple of 3"
     assert (code, " ".join(errors.split())) == (1, said)
-    slow = ["--tp", "2", "--checkpoint", str(ROOT / "checkpoints/tiny_gpt_oss"), "--max-new-tokens", "1"]
-    code, _, errors = command_line(monkeypatch, capfd, *asked, *slow)
-    assert code == 0 and errors.count("MXFP4 weights in 4 modules") == 1
