@@ -235,7 +235,7 @@ def too_late(rank: Rank, folder: str, how: str) -> dict[str, Any]:
 
 
 @everywhere
-@pytest.mark.parametrize("how", ["stopped", "late"])
+@pytest.mark.parametrize("how", ["stopped", pytest.param("late", marks=pytest.mark.slow)])
 def test_a_rank_that_comes_too_late(backend: str, how: str, tmp_path: Path) -> None:
     """Both end in an error, though both live: what the first rank sent has been overrun when the other comes."""
     one, other = world(2, backend).run(too_late, str(tmp_path), how, timeout=120.0)

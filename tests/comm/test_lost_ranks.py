@@ -138,7 +138,8 @@ def test_a_silent_process_is_named_when_the_deadline_is_over() -> None:
 
 
 @pytest.mark.parametrize(("fault", "stands"), [
-    ("torn", 0.5), ("stopped", 5.0), ("late", 3.0), pytest.param("late", 10.0, marks=pytest.mark.slow),
+    ("torn", 0.5), ("stopped", 1.5), ("late", 1.0), pytest.param("stopped", 5.0, marks=pytest.mark.slow),
+    pytest.param("late", 10.0, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_process_that_goes_on_is_waited_for(fault: str, stands: float) -> None:
     (said, seconds), _ = world(2).run(waits, fault, stands)
