@@ -118,7 +118,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_random(tiny_config("qwen3"), tmp_path_factory.mktemp("qwen3")))
 
 
-@pytest.mark.parametrize(("board", "captured"), [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("board", "captured"), [pytest.param(True, False, marks=pytest.mark.slow), (True, True), (False, False)]
+)
 def test_what_ranks_call_differently_is_named_on_each(folder: str, board: bool, captured: bool) -> None:
     (alike, one, again), (same, two, same_again) = world(2).run(differ, folder, board, captured)
     assert alike == again == same == same_again and alike.startswith("[[")

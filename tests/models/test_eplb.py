@@ -81,7 +81,7 @@ def generate(rank: Rank, folder: str, grid: dict[str, int], graphs: bool) -> tup
 @pytest.mark.parametrize(("family", "ranks", "grid", "graphs"), [
     ("qwen3_moe", 2, {"ep": 2}, False), ("qwen3_moe", 2, {"attn_dp": 2, "ep": 2}, True),
     ("deepseek_v3", 2, {"ep": 2}, True), ("deepseek_v3", 4, {"attn_dp": 2, "ep": 4}, False),
-    ("qwen3_moe", 4, {"ep": 2}, False),
+    pytest.param("qwen3_moe", 4, {"ep": 2}, False, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_tokens_while_experts_move(
     folders: dict[str, Path], wanted: Any, family: str, ranks: int, grid: dict[str, int], graphs: bool

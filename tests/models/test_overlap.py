@@ -404,9 +404,11 @@ def wanted(folders: dict[str, Path]) -> dict[str, list[list[int]]]:
 
 
 @pytest.mark.parametrize(("family", "options", "setting", "graphs"), [
-    ("qwen3_moe", {"ep": 2}, "both", False), ("qwen3_moe", {"ep": 2}, "two_batch", True),
+    ("qwen3_moe", {"ep": 2}, "both", False),
+    pytest.param("qwen3_moe", {"ep": 2}, "two_batch", True, marks=pytest.mark.slow),
     ("qwen3_moe", {"attn_dp": 2, "ep": 2}, "both", True), ("qwen3_moe", {"attn_dp": 2}, "two_chunk", False),
-    ("deepseek_v3", {}, "two_chunk", True), ("deepseek_v3", {"ep": 2}, "both", True),
+    ("deepseek_v3", {}, "two_chunk", True),
+    pytest.param("deepseek_v3", {"ep": 2}, "both", True, marks=pytest.mark.slow),
     ("deepseek_v3", {"attn_dp": 2, "ep": 2}, "both", False),
 ], ids=str)  # fmt: skip
 def test_tokens_are_those_of_one_process(

@@ -95,7 +95,7 @@ DP2, DP4, TP2DP2 = {"attn_dp": 2, "ep": 2}, {"attn_dp": 4, "ep": 4}, {"attn_dp":
 @pytest.mark.parametrize(("family", "ranks", "grid", "eplb", "graphs"), [
     ("deepseek_v3", 2, DP2, None, False), ("deepseek_v3", 4, TP2DP2, EPLB, False),
     ("qwen3_moe", 2, DP2, EPLB, True), ("qwen3_moe", 4, DP4, None, False), ("qwen3_moe", 2, {"ep": 2}, None, False),
-    ("gpt_oss", 2, DP2, None, True), ("gpt_oss", 4, DP4, None, True),
+    ("gpt_oss", 2, DP2, None, True), pytest.param("gpt_oss", 4, DP4, None, True, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_the_bits_of_both_ways(
     folders: dict[str, str], family: str, ranks: int, grid: dict[str, int], eplb: Any, graphs: bool
