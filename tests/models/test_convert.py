@@ -254,7 +254,7 @@ def test_an_interrupted_conversion_is_taken_up(tmp_path: Path) -> None:
     assert (target / INDEX).read_text() == (tmp_path / "at_once" / INDEX).read_text()
 
 
-def test_only_the_same_conversion_is_taken_up(tmp_path: Path) -> None:
+def test_only_the_same_conversion_is_taken_up(converted: Converted, tmp_path: Path) -> None:
     source = rewrite(SHIPPED, tmp_path / "source", shards=3)
     target = tmp_path / "made"
     interrupted(source, target, 60)
@@ -272,11 +272,11 @@ def test_only_the_same_conversion_is_taken_up(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="format is 'int4'"):
         convert_checkpoint(source, tmp_path / "x", "int4")
     with pytest.raises(ArgumentError, match="quantised already"):
-        convert_checkpoint(_int8(tmp_path), tmp_path / "x", "int8")
+        convert_checkpoint(converted.quantised("int8"), tmp_path / "x", "int8")
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("named", ["README.md", "readme.md", None])
+@pytest.mark.parametrize("named", ["README.md", pytest.param("readme.md", marks=pytest.mark.slow), None])
 def test_a_converted_checkpoint_describes_itself_and_keeps_the_originals_readme(
     named: str | None, tmp_path: Path
 ) -> None:
@@ -303,11 +303,6 @@ def test_a_converted_checkpoint_describes_itself_and_keeps_the_originals_readme(
     assert "rounded to float32" in texts["fp32"] and "torch.float32)" in texts["fp32"]
     ours = {folder for folder, text in texts.items() if "`fastlayers_models` only" in text}
     assert ours == {"int8", "ragged"}
-
-
-def _int8(root: Path) -> Path:
-    convert_checkpoint(SHIPPED, root / "int8", "int8")
-    return root / "int8"
 
 
 def test_broken_weights_are_named_and_nothing_looks_finished(tmp_path: Path) -> None:

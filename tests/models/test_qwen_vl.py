@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import random
@@ -220,10 +221,14 @@ def test_positions_are_those_of_transformers() -> None:
 
     with torch.device("meta"):
         models = {merge: Qwen2_5_VLForConditionalGeneration(hf_config(spatial_merge_size=merge)) for merge in (1, 2, 3)}
+    configs = {
+        merge: VisionConfig.from_hf(json.loads(model.config.to_json_string(use_diff=False)))
+        for merge, model in models.items()
+    }
     deltas = set()
     for seed in range(300):
         merge = 1 + seed % 3
-        config = VisionConfig.from_hf(json.loads(models[merge].config.to_json_string(use_diff=False)))
+        config = configs[merge]
         grids = drawn_grids(merge, seed, 5) if seed % 7 else []
         ids = prompt_of(grids, merge, seed)
         found, delta, used = rope_index(ids, [(t, h, w) for t, h, w in [*grids, [1, 3, 3]]], config)
@@ -473,13 +478,14 @@ def test_a_checkpoint_without_a_tower_is_the_language_model(vl: tuple[Any, Path]
         generator.generate([[5, 6, 7]], pixel_values=torch.zeros(4, 96), image_grid_thw=[[1, 2, 2]])
 
 
-def test_every_setting_of_a_tower_reads_as_in_transformers_or_is_refused() -> None:
+@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow)])  # each key is changed in 20 ways
+def test_every_setting_of_a_tower_reads_as_in_transformers_or_is_refused(every: int) -> None:
     from transformers import Qwen2_5_VLConfig
 
     whole = json.loads(hf_config().to_json_string(use_diff=False))
     del whole["text_config"], whole["model_type"]
     refused = compared = 0
-    for what, config in changes_of(whole):
+    for what, config in itertools.islice(changes_of(whole), None, None, every):
         try:
             found = VisionConfig.from_hf(config)
         except ArgumentError:  # whatever else is raised fails here
