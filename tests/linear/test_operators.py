@@ -25,8 +25,12 @@ LAYERS: dict[str, Callable[[str], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("name", LAYERS)
+# Torch's own, whose programs are traced whole, tests/core/test_public_layers.py compiles, too.
+TRACED = [(name, "triton") for name in LAYERS] + [("linear", "torch"), ("fp8_linear", "torch")]
+TRACED += [pytest.param(name, "torch", marks=pytest.mark.slow) for name in LAYERS if (name, "torch") not in TRACED]
+
+
+@pytest.mark.parametrize(("name", "backend"), TRACED)
 def test_compiled_equals_eager(name: str, backend: str) -> None:
     torch._dynamo.reset()  # all linears share one forward, of which so many programs are kept
     layer = LAYERS[name](backend)
