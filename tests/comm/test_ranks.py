@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -143,7 +144,18 @@ def test_command_line_over_two_processes(
     assert errors.count("MXFP4 weights in 4 modules") == (checkpoint == GPT_OSS)
 
 
-def test_ranks_that_fail_alike_say_so_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    code, _, errors = command_line(monkeypatch, capfd, "generate", "Once", "--device", "cpu", "--dp", "3")
-    said = "error: Linear out_features: size is 256 over 3 ranks; accepted: a multiple of 3"
+def test_ranks_that_fail_alike_say_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tests" / "models")
+    from family_tools import Variation, save_random
+
+    odd = Variation("odd", "LlamaConfig", 1, {"num_hidden_layers": 1, "intermediate_size": 65})
+    folder = save_random(odd.hf_config(), tmp_path / "odd")
+    for file in (ROOT / "checkpoints" / "tiny_gpt_oss").glob("*token*"):
+        shutil.copy(file, folder)
+    capfd.readouterr()  # what saving shows
+    asked = ["generate", "Once", "--device", "cpu", "--dp", "2", "--checkpoint", str(folder)]
+    code, _, errors = command_line(monkeypatch, capfd, *asked)
+    said = "error: Linear out_features: size is 65 over 2 ranks; accepted: a multiple of 2"
     assert (code, " ".join(errors.split())) == (1, said)
