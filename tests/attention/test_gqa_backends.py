@@ -440,7 +440,7 @@ def test_a_few_new_tokens_have_shorter_parts() -> None:
     assert [_num_splits(8, keys) for keys in (256, 257, 1024, 4096, 40960)] == [1, 2, 4, 16, 32]
 
 
-@pytest.mark.parametrize("cached", [(0, 3), (60, 125), (129, 400), (1000, 700)])
+@pytest.mark.parametrize("cached", [(0, 3), (60, 125), (129, 400), pytest.param((1000, 700), marks=pytest.mark.slow)])
 def test_a_verifying_bucket_of_many_parts(cached: tuple[int, ...]) -> None:
     """Parts of which some are empty, as lengths are far below the bucket's; edges of blocks among the new tokens."""
     from fastlayers.attention.gqa.triton import TritonGQA, _num_splits

@@ -306,7 +306,11 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+# Between two pushes nothing is otherwise than before both, and before a flag nothing than before the rows.
+ALIKE = ("killed between its rows", "killed before its flag")
+
+
+@pytest.mark.parametrize("fault", [pytest.param(f, marks=[pytest.mark.slow] * (f in ALIKE)) for f in FAULTS])
 def test_faults_are_named_after_one_deadline(fault: str, tmp_path: Path) -> None:
     dead = [1] if FAULTS[fault] else []
     found, late, waited = world(2).run(upset, str(tmp_path), fault, dying=dead)[0]
