@@ -173,7 +173,7 @@ def test_lanes_run_side_by_side_and_two_gpus_wait_for_both(renew: Any, fake: Any
     assert not apart("a", "c") and apart("d", "e") and all(apart("both", name) for name in "acde")
     assert rows["wide"]["gpus"] == "0,1" and all(apart("wide", name) for name in "acde")
     assert [name for name in "acde" if rows[name]["dealt"]] == [] and rows["wide"]["dealt"]
-    alone = run(renew, tmp_path / "one")
+    alone = run(renew, tmp_path / "one", "both", "wide")
     assert alone["both"]["state"] == "needs 2 GPUs" and alone["wide"]["state"] == "complete"
 
 
@@ -200,7 +200,8 @@ def test_workers_of_a_wide_suite_are_dealt_out_to_its_gpus(tmp_path: Path) -> No
 
 def test_the_environment_of_a_part(renew: Any, fake: Any, tmp_path: Path) -> None:
     asks = (
-        "import os, fastlayers, fastlayers_models, fastlayers_server, generate, mine\n"
+        "import os\nfrom importlib.util import find_spec\n"
+        "assert all(map(find_spec, ('fastlayers', 'fastlayers_models', 'fastlayers_server', 'generate', 'mine')))\n"
         f"{HEAD}head |= {{name: os.environ.get(name) for name in ('FASTLAYERS_CACHE_DIR', 'HF_HUB_OFFLINE', 'OWN')}}\n"
         "print(json.dumps(head))\n"
     )
@@ -213,8 +214,7 @@ def test_the_environment_of_a_part(renew: Any, fake: Any, tmp_path: Path) -> Non
         for name, text in {"carried.py": "", **{f"carried-1.0.dist-info/{n}": t for n, t in about.items()}}.items():
             wheel.writestr(name, text)
     needs = {"environment": (("OWN", "yes"),), "needs": ("mine", "carried")}
-    # Whose imports may take a busy machine half a minute.
-    fake(("a", asks, 60, needs), ("b", asks, 5, {"needs": ("theirs",)}))
+    fake(("a", asks, 5, needs), ("b", asks, 5, {"needs": ("theirs",)}))
     flags = "--path", str(tmp_path / "more"), "--cache", str(tmp_path / "cache"), "--pack", str(tmp_path / "all.tgz")
     found = run(renew, tmp_path / "out", *flags, "--wheels", str(tmp_path / "wheels"))
     assert found["a"]["state"] == "complete", found["a"]
@@ -435,7 +435,8 @@ def test_the_gpu_suite_is_each_file_with_such_tests_once(renew: Any) -> None:
     marked = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "tests").rglob("test_*.py")
-        if any(isinstance(node, ast.Attribute) and node.attr == "gpu" for node in ast.walk(ast.parse(path.read_text())))
+        if "gpu" in (text := path.read_text())  # most have no such word, and are not parsed
+        and any(isinstance(node, ast.Attribute) and node.attr == "gpu" for node in ast.walk(ast.parse(text)))
     }
     assert len(run) == len(set(run)) and set(run) == marked
 
