@@ -13,35 +13,52 @@ import pytest
 import fastlayers_models
 
 TINY = Path(fastlayers_models.__file__).parent / "assets" / "tiny_deepseek_v3"
-CONVERT = (
-    "import sys, time\n"
-    "from pathlib import Path\n"
-    "from fastlayers_server.variants import _bf16_folder, _fp8_folder\n"
-    f"folder = _bf16_folder(_fp8_folder(Path({str(TINY)!r})))\n"
-    "print((folder / 'config.json').exists(), flush=True)\n"
-    "time.sleep(float(sys.argv[1]))\n"
+# Imports take most of the time: the process that is killed is a fork, and what imported is the next one.
+FORKS = """
+import os, sys, time
+{imports}
+forked = os.fork()
+if forked:
+    os.waitpid(forked, 0)
+    sys.stdin.readline()
+{work}
+print(os.getpid(), flush=True)
+if not forked:
+    time.sleep(60)
+"""
+CONVERT = FORKS.format(
+    imports="from pathlib import Path\nfrom fastlayers_server.variants import _bf16_folder, _fp8_folder",
+    work=f"assert (_bf16_folder(_fp8_folder(Path({str(TINY)!r}))) / 'config.json').exists()",
 )
-START = (
-    "import sys, time\n"
-    "from fastlayers_server.engine.config import EngineConfig\n"
-    "from fastlayers_server.engine.client import EngineClient\n"
-    "engine = EngineClient(EngineConfig('tiny'), [sys.executable, '-c', 'import time; time.sleep(2)'])\n"
-    "engine.start(lambda message: None)\n"
-    "print(engine._folder.is_dir(), flush=True)\n"
-    "time.sleep(float(sys.argv[1]))\n"
-    "engine.shutdown()\n"
+START = FORKS.format(
+    imports=(
+        "from fastlayers_server.engine.config import EngineConfig\n"
+        "from fastlayers_server.engine.client import EngineClient"
+    ),
+    work=(
+        "engine = EngineClient(EngineConfig('tiny'), [sys.executable, '-c', 'import time; time.sleep(2)'])\n"
+        "engine.start(lambda message: None)\n"
+        "assert engine._folder.is_dir()"
+    ),
 )
 
 
-@pytest.mark.parametrize("program", [CONVERT, START], ids=["converted checkpoints", "an engine's sockets"])
+@pytest.mark.parametrize(
+    "program", [CONVERT, START + "engine.shutdown()\n"], ids=["converted checkpoints", "an engine's sockets"]
+)
 def test_a_killed_process_leaves_what_the_next_removes(program: str, short_folder: Path) -> None:
+    def left() -> list[str]:
+        return [path.name for path in short_folder.iterdir() if path.name.startswith("fastlayers-")]
+
+    command, pipe = [sys.executable, "-c", program], subprocess.PIPE
     environment = os.environ | {"TMPDIR": str(short_folder)}
-    for wait, killed in (("60", True), ("0", False)):
-        command = [sys.executable, "-c", program, wait]
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None and process.stdout.readline() == "True\n"
-        if killed:
-            process.send_signal(signal.SIGKILL)
-        process.wait(120)
-        found = [path.name for path in short_folder.iterdir() if path.name.startswith("fastlayers-")]
-        assert bool(found) == killed, found
+    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        forked = int(process.stdout.readline())
+        assert forked != process.pid and left()
+        os.kill(forked, signal.SIGKILL)
+        assert left()
+        process.stdin.write("\n")
+        process.stdin.close()
+        assert int(process.stdout.readline()) == process.pid and process.wait(120) == 0
+    assert not left()
