@@ -128,9 +128,10 @@ def forests(draw: st.DrawFn) -> list[tuple[list[int], list[int]]]:
     return found
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(forests(), st.data())
-def test_a_tree_is_walked_and_its_path_moved_together(forest: list[tuple[list[int], list[int]]], data: Any) -> None:
+WALKS = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+
+
+def walked(forest: list[tuple[list[int], list[int]]], data: Any) -> None:
     """Against a walk by hand from each known token: what is told, what the table keeps, where rows of the cache are."""
     total = sum(len(parents) for parents, _ in forest)
     # Mostly what some draft behind the place says, so that long paths are right, or right but for one place.
@@ -175,6 +176,19 @@ def test_a_tree_is_walked_and_its_path_moved_together(forest: list[tuple[list[in
     assert torch.equal(step.caches[0].keys[:100], cells[:100])  # nobody else's
 
 
+@WALKS
+@given(forests(), st.data())
+def test_a_tree_is_walked_and_its_path_moved_together(forest: list[tuple[list[int], list[int]]], data: Any) -> None:
+    walked(forest, data)
+
+
+@pytest.mark.slow
+@settings(WALKS, max_examples=150)
+@given(forests(), st.data())
+def test_many_trees_are_walked(forest: list[tuple[list[int], list[int]]], data: Any) -> None:
+    walked(forest, data)
+
+
 def test_rejection_keeps_more_drafts_and_one_point_as_many() -> None:
     """The share that counts is Σ min(p, q); of what was not drawn (q = 1) it is p, as where tokens must match."""
     generator = torch.Generator().manual_seed(4)
@@ -205,11 +219,14 @@ def test_rejection_keeps_more_drafts_and_one_point_as_many() -> None:
         assert share == pytest.approx(expected, abs=0.03)
 
 
-@pytest.mark.parametrize("captured", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_draft_layers_tokens_by_rejection(captured: bool) -> None:
+@pytest.mark.parametrize(
+    ("captured", "seeds"),
+    [(False, 250), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((False, 500), (True, 200)))],
+)
+def test_the_draft_layers_tokens_by_rejection(captured: bool, seeds: int) -> None:
     """On the trained model: the first tokens of many seeds are distributed as without drafts; greedy ones are equal."""
     model = make_model("deepseek")
-    row, seeds, new, batch = chats(1)[0], 200 if captured else 500, 3, 40
+    row, new, batch = chats(1)[0], 3, 40
     both = []
     for drafts in (False, True):
         bench = Bench(
