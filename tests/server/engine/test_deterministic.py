@@ -79,9 +79,9 @@ WAYS: dict[str, dict[str, Any]] = {
 
 # Every way of one model, and every model in a batch; of the rest what there is time for.
 USUAL = {
-    "deepseek": ("a batch", "chunks of 40", "preempted"),
-    "qwen": ("a batch", "no cache", "chunks of a piece", "preempted, ahead, captured"),
-    "gpt_oss": ("a batch", "one at a time", "preempted"),
+    "deepseek": ("a batch", "chunks of 40"),
+    "qwen": ("a batch", "one at a time", "no cache", "chunks of a piece", "preempted, ahead, captured"),
+    "gpt_oss": ("a batch", "preempted"),
 }
 CASES = [
     pytest.param(name, way, marks=[pytest.mark.slow] * (way not in usual))
