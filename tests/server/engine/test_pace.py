@@ -191,7 +191,8 @@ def test_the_device_hardly_waits_for_plans_that_are_made_late(faster: float) -> 
     assert np.median(device.first) < np.median(early.first) - 0.5e-3 * between(ROWS, device.decodes, 64) * 1e3
 
 
-@pytest.mark.parametrize("load", [0.5, 0.85])
+# Between the two lies test_poisson_arrivals_at_70_percent.
+@pytest.mark.parametrize("load", [pytest.param(0.5, marks=pytest.mark.slow), 0.85])
 def test_other_rates_and_prompts_of_all_lengths(load: float) -> None:
     """Who decodes sees the limit that was asked for at any rate that can be served; first tokens come later."""
     for name in DEVICES:
