@@ -110,12 +110,18 @@ def bench(model: Any, overlap: bool, mixed: bool = False) -> Bench:
     return Bench(model, overlap=overlap, captured=overlap, grammars=masks, features=features, mixed=mixed)
 
 
-def test_answers_follow_their_grammars_beside_free_text(model: Any, grammars: Any) -> None:
+APART = (False, False)  # overlap, mixed
+
+
+@pytest.mark.parametrize(
+    "ways", [(APART, (True, True)), pytest.param((APART, (True, False), (False, True)), marks=pytest.mark.slow)]
+)
+def test_answers_follow_their_grammars_beside_free_text(model: Any, grammars: Any, ways: Any) -> None:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer, told = PreTrainedTokenizerFast.from_pretrained(TINY), []
     rows = prompts(4)
-    for overlap, mixed in ((False, False), (True, False), (False, True), (True, True)):
+    for overlap, mixed in ways:
         served = bench(model, overlap, mixed)
         together = mixed_steps(served)
         for name, serialized in grammars[0].items():
