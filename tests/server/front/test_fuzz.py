@@ -39,7 +39,8 @@ def check(response: httpx.Response, what: str) -> None:
         assert set(error) == {"message", "type", "param", "code"} and error["message"], what
 
 
-def test_requests_of_the_schema(wire: Wire) -> None:
+@pytest.mark.parametrize("examples", [8, pytest.param(20, marks=pytest.mark.slow)])
+def test_requests_of_the_schema(wire: Wire, examples: int) -> None:
     schema = schemathesis.openapi.from_url(f"{wire.url}/openapi.json")
     end = time.monotonic() + SECONDS
     seen, drawn = set(), Counter[str]()
@@ -49,7 +50,7 @@ def test_requests_of_the_schema(wire: Wire) -> None:
             if operation.path in ("/drain", "/freeze_gc"):
                 continue
 
-            @FUZZ
+            @settings(FUZZ, max_examples=examples)
             @given(case=operation.as_strategy())
             def one(case: schemathesis.Case) -> None:
                 if time.monotonic() > end and drawn[case.path] >= LEAST:
