@@ -1,6 +1,6 @@
 """Workflows drawn at random: a patch, then up to six things that users do, each compared with the stock model.
 
-A draw is a number, and its steps are in the failure's message. Fifty draws in ``make test``, of which
+A draw is a number, and its steps are in the failure's message. Twenty-five draws in ``make test``, of which
 the first twenty-one notice a blind guard four times; two thousand under ``-m slow``.
 """
 
@@ -243,13 +243,13 @@ def block(first: int, folder: Path) -> None:
         raise AssertionError("\n".join(map(str, failed))) from failed[0]
 
 
-@pytest.mark.parametrize("first", range(0, 50, BLOCK))
+@pytest.mark.parametrize("first", range(0, 25, BLOCK))
 def test_drawn_workflows(first: int, tmp_path: Path) -> None:
     block(first, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(50, 2050, BLOCK))
+@pytest.mark.parametrize("first", range(25, 2050, BLOCK))
 def test_many_drawn_workflows(first: int, tmp_path: Path) -> None:
     block(first, tmp_path)
 
