@@ -42,7 +42,8 @@ class Programs:
         return Counter(str(node.target) for node in self.graphs[-1].graph.nodes if node.op == "call_function")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# Of qwen2, which is as llama but for its biases, the test behind this one asks for a packed product.
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "qwen2")) for n in FAMILIES])
 def test_a_compiled_layer_has_one_product_of_packed_linears(name: str) -> None:
     model, twin = build(name).requires_grad_(False), build(name).requires_grad_(False)
     fl.patch(model)
@@ -60,9 +61,9 @@ def test_a_compiled_layer_has_one_product_of_packed_linears(name: str) -> None:
     assert linears[0] < linears[1]
 
 
-# Experts and latent attention are packed by the code that packs the rest: one change of each sort is enough.
-STALE = [("qwen2", change) for change in CHANGES] + [("v3", change) for change in ("adapter", "data", "hook")]
-STALE += [pytest.param("v3", change, marks=pytest.mark.slow) for change in CHANGES if ("v3", change) not in STALE]
+# Experts and latent attention are packed by the code that packs the rest: one change is enough.
+STALE: list[Any] = [*(("qwen2", change) for change in CHANGES), ("v3", "adapter")]
+STALE += [pytest.param("v3", change, marks=pytest.mark.slow) for change in CHANGES if change != "adapter"]
 
 
 @pytest.mark.parametrize(("name", "change"), STALE)
@@ -71,7 +72,11 @@ def test_a_compiled_layer_never_runs_a_stale_product(name: str, change: str) -> 
     fl.patch(model)
     torch._dynamo.reset()
     programs = Programs()
-    compiled: Any = torch.compile(model.model.layers[1], backend=programs)
+    compiled: Any = model.model.layers[1]
+    if change == "adapter":
+        compiled = torch.compile(compiled, backend=programs)
+    else:  # what changes is there; whole layers take twice as long to compile
+        compiled.self_attn.compile(backend=programs)
     before = layer_call(compiled, model)
     assert any("packed_linear" in target for target in programs.calls())
     for m in (model, twin):
@@ -210,7 +215,8 @@ COVERED: dict[str, tuple[str, Callable[[Any], Any], str]] = {
 }
 
 
-USUAL = ("class", "hooks", "number")
+# Numbers are compared alike, wherever they lie.
+USUAL = ("class", "hooks", "norm, number")
 
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile")

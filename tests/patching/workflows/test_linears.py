@@ -92,12 +92,17 @@ def _bias_cut(linear: nn.Linear) -> None:
         linear.bias.data = linear.bias.data[:1]  # where it lies: torch adds it to each output
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [("llama", _bias_added), ("v3", _bias_added), ("v2_lite", _bias_added), ("qwen2", _bias_removed),
-     ("qwen2", _bias_cut)],
-)  # fmt: skip
+BIASED = [("llama", _bias_added), ("v3", _bias_added), ("v2_lite", _bias_added), ("qwen2", _bias_removed)]
+BIASED += [("qwen2", _bias_cut)]
+# To the compiler the latent attention of v3 is that of v2_lite, with one product more.
+BIASED_CASES = [
+    pytest.param(name, change, compiled, marks=[pytest.mark.slow] * (compiled and name == "v3"))
+    for name, change in BIASED
+    for compiled in (False, True)
+]
+
+
+@pytest.mark.parametrize(("name", "change", "compiled"), BIASED_CASES)
 def test_biases_changed_after_the_patch_count(name: str, change: Callable[[nn.Linear], None], compiled: bool) -> None:
     model, twin = build(name).requires_grad_(False), build(name).requires_grad_(False)
     fl.patch(model)

@@ -162,7 +162,7 @@ def test_function_modes_see_what_the_original_calls(name: str) -> None:
     assert min(report.hits().values()) > 0
 
 
-@pytest.mark.parametrize("name", ["v3", "llama"])
+@pytest.mark.parametrize("name", [pytest.param("v3", marks=pytest.mark.slow), "llama"])
 def test_function_modes_around_a_compiled_layer(name: str) -> None:
     stock, fast, _ = pair(name)
     layers = [torch.compile(model.model.layers[0], backend="eager") for model in (stock, fast)]
