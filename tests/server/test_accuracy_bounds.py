@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ Weights = dict[str, torch.Tensor]
 Edit = Callable[[Weights], None]
 
 
-@lru_cache(maxsize=1)
+@cache
 def yardstick(family: str) -> Yardstick:
     path = PATHS[family]
     tokenizer = tokenizer_of(path)
