@@ -61,28 +61,30 @@ def wanted(model: Any) -> list[list[int]]:
     return plain(model, prompts(9), NEW)
 
 
+SERVED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "small chunks": {"max_batched_tokens": 7},
+    "no cache": {"prefix_cache": False, "max_extend_requests": 1},
+    "captured, ahead": {"overlap": True, "captured": True},
+    "captured, preempted": {"overlap": True, "captured": True, "num_pages": 20, "max_running": 4},
+    "preempted": {"num_pages": 18, "max_batched_tokens": 20},
+    "mixed": {"mixed": True, "max_batched_tokens": 20},
+    "mixed, captured, preempted": {
+        "mixed": True, "overlap": True, "captured": True, "num_pages": 20, "max_running": 4,
+    },
+}  # fmt: skip
+# Every way of one model; of the others those whose steps differ by the kind of attention.
+USUAL = ("small chunks", "captured, ahead", "mixed, captured, preempted")
+
+
 @pytest.mark.parametrize(
-    "way",
+    ("model", "way"),
     [
-        {},
-        {"max_batched_tokens": 7},
-        {"prefix_cache": False, "max_extend_requests": 1},
-        {"overlap": True, "captured": True},
-        {"overlap": True, "captured": True, "num_pages": 20, "max_running": 4},
-        {"num_pages": 18, "max_batched_tokens": 20},
-        {"mixed": True, "max_batched_tokens": 20},
-        {"mixed": True, "overlap": True, "captured": True, "num_pages": 20, "max_running": 4},
+        pytest.param(name, way, marks=[pytest.mark.slow] * (name != "qwen" and key not in USUAL), id=f"{name}-{key}")
+        for name in ("deepseek", "qwen", "gpt_oss")
+        for key, way in SERVED.items()
     ],
-    ids=[
-        "plain",
-        "small chunks",
-        "no cache",
-        "captured, ahead",
-        "captured, preempted",
-        "preempted",
-        "mixed",
-        "mixed, captured, preempted",
-    ],
+    indirect=["model"],
 )
 def test_tokens_are_those_of_the_plain_loop(model: Any, wanted: list[list[int]], way: dict[str, Any]) -> None:
     bench = Bench(model, **way)
