@@ -86,20 +86,19 @@ def test_streams_come_as_they_are_made(replica: Replica) -> None:
     assert text == "172"
 
 
-def test_a_server_that_is_gone_is_told() -> None:
-    made = Replica(["tiny"], "short")
-    made.check_health()
-    made.process.kill()
-    made.process.wait()
+def test_a_server_that_is_gone_is_told(replica: Replica) -> None:
+    """The last test that asks this replica."""
+    replica.check_health()
+    replica.process.kill()
+    replica.process.wait()
     with pytest.raises(RuntimeError, match="exit code -9"):
-        made.check_health()
-    answer = ask(made, "GET", "/health")
+        replica.check_health()
+    answer = ask(replica, "GET", "/health")
     assert answer.status_code == 503 and "does not answer" in answer.json()["error"]["message"]
     assert answer.json()["error"] | {"message": ""} == {
         "message": "", "type": "server_error", "param": None, "code": "engine_restarting"
     }  # fmt: skip
     assert answer.headers["retry-after"] == "1"
-    made.stop()
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
