@@ -250,7 +250,12 @@ def test_a_start_that_is_ended_leaves_nothing(short_folder: Path) -> None:
         assert not [path.name for path in short_folder.iterdir() if path.name.startswith("fastlayers-")]
 
 
-def test_a_signal_whose_exception_was_swallowed_ends_the_start_later(short_folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
+def test_a_signal_whose_exception_was_swallowed_ends_the_start_later(
+    number: signal.Signals, code: int, short_folder: Path
+) -> None:
     """As an import does with a bare ``except``, or a finaliser."""
     swallowed = (
         "import os, signal; from fastlayers_server.front import app; make = app.make_front\n"
@@ -260,11 +265,10 @@ def test_a_signal_whose_exception_was_swallowed_ends_the_start_later(short_folde
         "    return make(*args)\n"
         "app.make_front = make_front\n"
     )
-    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
-        command = [sys.executable, "-c", swallowed.format(number.name) + CODE, "serve", "--port", "0"]
-        done = subprocess.run(command, env=os.environ | {"TMPDIR": str(short_folder)}, capture_output=True, timeout=300)
-        assert done.returncode == code and b"Traceback" not in done.stderr, done.stderr
-        assert not [path.name for path in short_folder.iterdir() if path.name.startswith("fastlayers-")]
+    command = [sys.executable, "-c", swallowed.format(number.name) + CODE, "serve", "--port", "0"]
+    done = subprocess.run(command, env=os.environ | {"TMPDIR": str(short_folder)}, capture_output=True, timeout=300)
+    assert done.returncode == code and b"Traceback" not in done.stderr, done.stderr
+    assert not [path.name for path in short_folder.iterdir() if path.name.startswith("fastlayers-")]
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds the engine's process through /proc")
