@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,26 @@ def decodes_beside_chunks(bench: Bench) -> list[bool]:
 
 
 AHEAD: dict[str, Any] = {"overlap": True, "captured": True}
-WAYS: list[dict[str, Any]] = [{}, AHEAD, {"mixed": True}, {"mixed": True} | AHEAD]
-each_way = pytest.mark.parametrize("way", WAYS, ids=["plain", "captured", "mixed", "mixed, captured"])
+MODELS = ("deepseek", "qwen", "gpt_oss")
 
 
-@pytest.fixture(scope="module", params=["deepseek", "qwen", "gpt_oss"])
+def each_of(ways: dict[str, dict[str, Any]], usual: Sequence[str]) -> pytest.MarkDecorator:
+    """Run every way of one model; of the others those whose steps differ by the kind of attention, the rest slowly."""
+    cases = [
+        pytest.param(name, way, marks=[pytest.mark.slow] * (name != "qwen" and key not in usual), id=f"{name}-{key}")
+        for name in MODELS
+        for key, way in ways.items()
+    ]
+    return pytest.mark.parametrize(("model", "way"), cases, indirect=["model"])
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {}, "captured": AHEAD, "mixed": {"mixed": True}, "mixed, captured": {"mixed": True} | AHEAD,
+}  # fmt: skip
+each_way = each_of(WAYS, ["mixed, captured"])
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest) -> Any:
     return make_model(request.param)
 
@@ -73,19 +89,9 @@ SERVED: dict[str, dict[str, Any]] = {
         "mixed": True, "overlap": True, "captured": True, "num_pages": 20, "max_running": 4,
     },
 }  # fmt: skip
-# Every way of one model; of the others those whose steps differ by the kind of attention.
-USUAL = ("small chunks", "captured, ahead", "mixed, captured, preempted")
 
 
-@pytest.mark.parametrize(
-    ("model", "way"),
-    [
-        pytest.param(name, way, marks=[pytest.mark.slow] * (name != "qwen" and key not in USUAL), id=f"{name}-{key}")
-        for name in ("deepseek", "qwen", "gpt_oss")
-        for key, way in SERVED.items()
-    ],
-    indirect=["model"],
-)
+@each_of(SERVED, ["small chunks", "captured, ahead", "mixed, captured, preempted"])
 def test_tokens_are_those_of_the_plain_loop(model: Any, wanted: list[list[int]], way: dict[str, Any]) -> None:
     bench = Bench(model, **way)
     decodes = decodes_beside_chunks(bench)
@@ -193,7 +199,7 @@ def test_penalties_bias_and_least_tokens(model: Any) -> None:
             logits[[5, model.config.eos_token_ids[0]]] = float("-inf")
         expected.append(int(logits.argmax()))
     late = prompts(1, seed=5)[0] + prompts(2, 120, seed=6)[0]
-    for way in WAYS:
+    for way in WAYS.values():
         bench = Bench(model, **way)
         together = mixed_steps(bench)
         others = [bench.submit(other, 8) for other in prompts(3)]
