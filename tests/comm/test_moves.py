@@ -66,14 +66,7 @@ def test_transitions(case: CommCase) -> None:
         simulate(case.size, check_communicator, kind, case)
 
 
-@pytest.mark.parametrize(
-    "grid",
-    [
-        pytest.param(grid, id=grid.name, marks=[pytest.mark.slow] * (grid.name == "dp2_tp4"))
-        for grid in GRIDS
-        if grid.attn_dp > 1
-    ],
-)
+@pytest.mark.parametrize("grid", [grid for grid in GRIDS if grid.attn_dp > 1], ids=lambda grid: grid.name)
 def test_every_row(grid: Grid) -> None:
     for kind in (Connected, WithoutSeam) if grid.size > grid.attn_dp else (Connected,):
         simulate(grid.size, check_transitions, kind, grid)

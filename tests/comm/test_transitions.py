@@ -31,11 +31,7 @@ def rows_of(grid: Grid) -> int:
     return found
 
 
-# Eight ranks in two groups are like those in four.
-@pytest.mark.parametrize(
-    "grid",
-    [pytest.param(grid, id=grid.name, marks=[pytest.mark.slow] * (grid.name == "dp2_tp4")) for grid in GRIDS],
-)
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.name)
 def test_every_row_over_gloo(grid: Grid) -> None:
     assert world(grid.size).run(check_transitions, LayerCommunicator, grid) == [rows_of(grid)] * grid.size
 
