@@ -139,11 +139,8 @@ def in_parts(method: str, operators: list[Exchange], xs: list[torch.Tensor], res
 
 
 @pytest.mark.parametrize(
-    ("n", "dtype"),
-    [
-        (2, torch.bfloat16), (2, torch.float32), (4, torch.bfloat16), (8, torch.float16),
-    ],
-)  # fmt: skip
+    ("n", "dtype"), [(2, torch.bfloat16), (2, torch.float32), (4, torch.bfloat16), (8, torch.float16)]
+)
 def test_exchange(n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastlayers.comm.triton_exchange.CHUNK", 2)
     hidden, slots = 24, 9
