@@ -21,8 +21,8 @@ from fastlayers.quant.coded_rows import CodedRows
 from fastlayers.quant.group_quant.layer import quantize_groups
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Eight ranks take four times as long as four, and nothing is otherwise but how often a loop over ranks runs: each kernel
-# runs on them once.
+# Eight ranks take four times as long as four, and nothing is otherwise but how often a loop over ranks runs.
+# Each kernel runs on them once.
 EIGHT = pytest.param(8, marks=pytest.mark.slow)
 
 
