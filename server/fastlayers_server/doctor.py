@@ -109,16 +109,17 @@ def _tuned_tables(target: device_module.Device) -> list[Fact]:
             backends = [backend for backend in ranked if backend.name in used]
             count, stale = count + 1, stale + bool(tuning.changes(table, backends))
     reason = f"{count or 'none'} for {target.name}" + (f", {stale} of them made with other versions" if stale else "")
-    reason += "" if count else _lent(target)
+    reason += _lent(target, count)
     return [Fact("tuned tables", None, "ok", reason, True), *_tuned_dir(), *facts]
 
 
-def _lent(target: device_module.Device) -> str:
-    """Return whose tables serve a device that has none; nothing, if nobody's do."""
-    for other in tuning.kin(target):
-        if count := sum(len(tuning.tables(layer, other)) for layer in fastlayers.layers()):
-            return f"; {count} of {other.name}, also {other.sm}, serve instead"
-    return ""
+def _lent(target: device_module.Device, own: int) -> str:
+    """Return whose tables serve a device that has none, or what it has none for; nothing, if nobody has more."""
+    counts = {
+        other: sum(len(tuning.tables(layer, other)) for layer in fastlayers.layers()) for other in tuning.kin(target)
+    }
+    lent = " and ".join(f"{count} of {other.name}" for other, count in counts.items() if count > own)
+    return f"; {lent}, also {target.sm}, serve {'what else' if own else 'instead'}" if lent else ""
 
 
 def _tuned_dir() -> list[Fact]:

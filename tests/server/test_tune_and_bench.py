@@ -373,10 +373,13 @@ def test_doctor_says_whose_tables_serve_a_device_without_any(monkeypatch: pytest
     from fastlayers_server.doctor import _tuned_tables
 
     monkeypatch.setenv(env.TUNED_DIR, str(tmp_path))
-    (lent,), (own,), (none,) = (_tuned_tables(device_module.DESCRIBED[name]) for name in ("H100", "H200", "B200"))
-    count = int(str(own.reason).split()[0])
-    assert count > 20 and lent.reason == f"none for H100; {count} of H200, also sm_90, serve instead"
-    assert none.reason == "none for B200"
+    names = "H20", "H100", "H200", "B200"
+    lent, few, own, none = (str(_tuned_tables(device_module.DESCRIBED[name])[0].reason) for name in names)
+    some, many = (int(reason.split()[0]) for reason in (few, own))
+    assert 0 < some < many
+    assert lent == f"none for H20; {some} of H100 and {many} of H200, also sm_90, serve instead"
+    assert few.endswith(f"; {many} of H200, also sm_90, serve what else") and "serve" not in own
+    assert none == "none for B200"
 
 
 TWICE = """
