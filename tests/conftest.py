@@ -37,17 +37,23 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 # What takes longest (processes that start and wait, compilers, draws), so that no worker begins it when others end.
 LONGEST = (
-    "server/test_serve_command.py", "patching/workflows/test_compiled.py", "server/engine/test_ranks.py",
-    "server/engine/test_speculation.py", "server/engine/test_attention_groups.py",
-    "server/engine/test_deterministic.py", "server/test_cli.py", "models/test_distributed.py",
-    "server/engine/test_grammar.py", "server/engine/test_process.py", "server/engine/test_executor.py",
-    "comm/test_ranks.py", "patching/test_generate.py", "server/test_ray_app.py", "patching/workflows/test_replaced.py",
-    "comm/test_protocols_between_processes.py", "server/engine/test_scheduler_properties.py",
-    "server/test_accuracy_bounds.py", "benchmarks/test_renew.py", "models/test_generate.py",
-    "models/test_streams_drawn.py", "comm/test_transitions.py", "moe/test_fused_moe_fp8_vectors.py",
-    "benchmarks/test_programs.py", "runtime/test_package_builds.py", "server/test_start_imports.py",
-    "models/test_coded_rows.py", "models/test_eplb.py", "comm/test_gpu_faults.py", "comm/test_lost_ranks.py",
-    "models/test_calls_of_one_group.py", "server/test_hard_tasks.py",
+    "server/test_serve_command.py", "server/engine/test_speculation.py", "patching/workflows/test_compiled.py",
+    "patching/test_generate.py", "comm/test_ranks.py", "server/test_cli.py", "server/engine/test_deterministic.py",
+    "server/engine/test_ranks.py", "patching/test_decode.py", "patching/test_contracts.py",
+    "server/engine/test_process.py", "models/test_distributed.py", "patching/workflows/test_replaced.py",
+    "moe/test_fused_moe_fp8_vectors.py", "server/engine/test_attention_groups.py", "server/engine/test_grammar.py",
+    "runtime/test_package_builds.py", "server/engine/test_scheduler_properties.py", "server/test_accuracy_bounds.py",
+    "moe/test_fused_moe_triton.py", "comm/test_protocols_between_processes.py", "server/engine/test_executor.py",
+    "patching/test_layers.py", "comm/test_symmetric_kernels.py", "moe/test_fused_moe_swizzled.py",
+    "comm/test_lost_ranks.py", "server/front/test_constraints.py", "models/test_generate.py", "comm/test_moves.py",
+    "comm/test_transitions.py", "models/test_config.py", "linear/test_fp8_vector.py", "models/test_token_moves.py",
+    "benchmarks/test_programs.py", "benchmarks/test_performance.py", "benchmarks/test_renew.py",
+    "models/test_qwen_vl.py", "runtime/test_warmup_rungs.py", "server/front/test_wire.py", "core/test_public_layers.py",
+    "comm/test_groups_between_ranks.py", "models/test_weight_only.py", "moe/test_fused_moe_strips.py",
+    "patching/workflows/test_drawn.py", "core/test_weights_epoch.py", "patching/test_prefill.py",
+    "models/test_groups.py", "server/test_tune_and_bench.py", "patching/workflows/test_caches.py",
+    "models/test_weights_replaced.py", "comm/test_gpu_faults.py", "patching/workflows/test_transforms.py",
+    "server/engine/test_pace.py", "patching/workflows/test_weights.py", "models/test_gpt_oss.py",
 )  # fmt: skip
 
 

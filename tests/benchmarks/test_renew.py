@@ -457,7 +457,11 @@ def test_each_committed_result_of_a_gpu_belongs_to_a_part_or_is_history(adopting
         name = path.relative_to(RESULTS).as_posix()
         if name.startswith("tuned/"):
             assert name.rpartition("/")[0] in owned, name
-        elif re.search("H[12]00", path.read_text()) and not name.endswith("_training.json") and name != "simulated_splits.json":
+        elif (
+            re.search("H[12]00", path.read_text())
+            and not name.endswith("_training.json")
+            and name != "simulated_splits.json"
+        ):
             on_gpus.add(name)
     assert {name for name in on_gpus if (name in owned) == (name in parts.HISTORY)} == set()
     assert set(parts.HISTORY) <= on_gpus and all(parts.HISTORY.values())

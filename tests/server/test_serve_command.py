@@ -180,6 +180,7 @@ def test_a_context_that_the_model_lacks_is_one_sentence_and_an_exit_code() -> No
     assert sentence.startswith("error: ") and "5000" in sentence and "4096" in sentence
 
 
+@pytest.mark.slow  # that a start is refused in a sentence says the test in front, and which split is, others do
 def test_one_rank_has_nobody_to_exchange_tokens_with_as_generate_says(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

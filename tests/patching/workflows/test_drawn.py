@@ -27,7 +27,7 @@ from test_contracts import close
 from tiny import build, prompt
 
 FAMILIES = ("v3", "v2_lite", "qwen2", "qwen2_moe", "qwen3_moe", "gpt_oss", "llama")
-BLOCK = 25
+BLOCK = 12
 
 
 class Adapter(nn.Module):
@@ -243,13 +243,13 @@ def block(first: int, folder: Path) -> None:
         raise AssertionError("\n".join(map(str, failed))) from failed[0]
 
 
-@pytest.mark.parametrize("first", range(0, 25, BLOCK))
+@pytest.mark.parametrize("first", range(0, 12, BLOCK))
 def test_drawn_workflows(first: int, tmp_path: Path) -> None:
     block(first, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(25, 2050, BLOCK))
+@pytest.mark.parametrize("first", range(12, 2052, BLOCK))
 def test_many_drawn_workflows(first: int, tmp_path: Path) -> None:
     block(first, tmp_path)
 

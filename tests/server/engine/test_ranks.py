@@ -390,7 +390,7 @@ def _children(pid: int) -> list[int]:
     return sorted(map(int, listed.stdout.split()))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_who_ends_a_command_of_several_ranks_reads_no_traceback(number: signal.Signals) -> None:
     """A terminal's interrupt reaches all processes, of which torchrun's ends the ranks."""
     command = [*launcher(2, "fastlayers_server.cli"), "generate", "Once", "--max-new-tokens", "4000"]

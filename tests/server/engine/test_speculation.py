@@ -69,7 +69,7 @@ def model(request: pytest.FixtureRequest) -> Any:
     return make_model(request.param)
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("count", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 5])
 def test_every_step_that_verifies_is_captured_in_little_padding(model: Any, count: int) -> None:
     """However many verify together, down to one draft each."""
     rows = prompts(count)
@@ -91,7 +91,13 @@ def test_every_step_that_verifies_is_captured_in_little_padding(model: Any, coun
 # A captured step is told of right drafts and of wrong ones in the same way: where some are wrong it is told of both.
 @pytest.mark.parametrize(
     ("wrong_every", "captured"),
-    [(0, False), (3, False), (1, False), (3, True), *(pytest.param(n, True, marks=pytest.mark.slow) for n in (0, 1))],
+    [
+        (0, False),
+        (3, False),
+        (3, True),
+        pytest.param(1, False, marks=pytest.mark.slow),
+        *(pytest.param(n, True, marks=pytest.mark.slow) for n in (0, 1)),
+    ],
 )
 def test_tokens_are_those_without_drafts(model: Any, captured: bool, wrong_every: int) -> None:
     rows, new = prompts(5), 12
