@@ -17,7 +17,7 @@ from fastlayers.comm.collectives import collectives, gather_logits, reduce_embed
 from fastlayers.comm.communicator import LayerCommunicator
 from fastlayers.errors import ArgumentError
 from fastlayers.testing.comm_check import COMM_CASES, CommCase, check_communicator
-from fastlayers.testing.world import Rank, WorldError, simulate, world
+from fastlayers.testing.world import Rank, World, WorldError, simulate, world
 
 MANY = [case for case in COMM_CASES if case.size > 1]
 
@@ -60,17 +60,20 @@ def test_a_pool_that_rests_keeps_its_processes_and_no_thread_of_gloos() -> None:
     def threads() -> list[str]:
         return [task.read_text() for _, process in before for task in Path(f"/proc/{process}/task").glob("*/comm")]
 
-    pool = world(2)
-    before = pool.run(sum_and_process)
-    assert any("gloo" in name for name in threads())
-    pool.rest()
-    pool.rest()
-    deadline = time.monotonic() + 10
-    while any("gloo" in name for name in threads()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any("gloo" in name for name in threads())
-    assert pool.run(sum_and_process) == before
-    assert [total for total, _ in before] == [2.0, 2.0]
+    pool = World(2)  # of which no job has kept a group
+    try:
+        before = pool.run(sum_and_process)
+        assert any("gloo" in name for name in threads())
+        pool.rest()
+        pool.rest()
+        deadline = time.monotonic() + 30
+        while any("gloo" in name for name in threads()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not any("gloo" in name for name in threads())
+        assert pool.run(sum_and_process) == before
+        assert [total for total, _ in before] == [2.0, 2.0]
+    finally:
+        pool.close()
 
 
 def rows_of(rank: int, rows: int) -> torch.Tensor:
