@@ -140,9 +140,12 @@ def _ask_all(number: int, frame: object) -> None:
 
 def launch(arguments: Sequence[str], told: Callable[[str], None]) -> int:
     """Run torchrun with these arguments, and return the exit code; ``told`` hears which process a signal ended."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main
+    try:
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.run import main
+    except KeyboardInterrupt:  # torchrun takes signals from its start on; importing it is seconds
+        return 128 + signal.SIGINT
 
     signal.signal(signal.SIGUSR1, _ask_all)
     logging.disable(logging.ERROR)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -388,6 +388,16 @@ def test_tokens_of_two_ranks_and_a_lost_one() -> None:
 def _children(pid: int) -> list[int]:
     listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=True)
     return sorted(map(int, listed.stdout.split()))
+
+
+def test_ctrl_c_while_torchrun_is_imported_ends_a_command_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "torch.distributed.run", Interrupted("torch.distributed.run"))
+    said: list[str] = []
+    assert (launch([], said.append), said) == (128 + signal.SIGINT, [])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
