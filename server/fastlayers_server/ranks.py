@@ -125,6 +125,20 @@ def end_with_launcher() -> None:
         os._exit(1)
 
 
+def ended(process: int) -> bool:
+    """Return whether a process is gone, or has ended while whoever started it has not asked for its exit code."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # somebody else's, but there
+        return False
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:  # no such files on this system, or gone meanwhile
+        return False
+
+
 def _ask_all(number: int, frame: object) -> None:
     """Pass a signal on to the ranks, one after the other, and say whose answer follows, or that none will."""
     pids = [pid for thread in Path("/proc/self/task").glob("*/children") for pid in thread.read_text().split()]

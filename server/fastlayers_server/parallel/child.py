@@ -23,7 +23,7 @@ from fastlayers_server.engine.child import Phase
 from fastlayers_server.engine.config import EngineConfig
 from fastlayers_server.engine.loop import Engine
 from fastlayers_server.engine.protocol import Died, encode
-from fastlayers_server.ranks import end_with_launcher, launcher
+from fastlayers_server.ranks import end_with_launcher, ended, launcher
 
 LOOK_SECONDS = 0.5
 
@@ -38,13 +38,9 @@ def _end_with(front: int, folder: str) -> None:
     """End this process when the front, whose folder goes with it, or torchrun is gone: either may be killed."""
     launcher = os.getppid()
     while os.getppid() == launcher:
-        try:
-            os.kill(front, 0)
-        except ProcessLookupError:
+        if ended(front):
             shutil.rmtree(folder, ignore_errors=True)
             break
-        except PermissionError:  # somebody else's, but there
-            pass
         time.sleep(LOOK_SECONDS)
     os._exit(1)
 

@@ -30,7 +30,7 @@ from fastlayers_server.parallel import channel, follower
 from fastlayers_server.parallel import child as parallel_child
 from fastlayers_server.parallel.frames import Mirror, encode
 from fastlayers_server.parallel.leader import Leader
-from fastlayers_server.ranks import launch, launcher
+from fastlayers_server.ranks import ended, launch, launcher
 from fastlayers_server.serve_config import parse
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -224,6 +224,20 @@ def test_a_rank_ends_with_its_front_and_its_folder(
     with pytest.raises(SystemExit):
         parallel_child._end_with(99, str(folder))
     assert folder.exists() == front
+
+
+def test_a_front_whose_exit_code_nobody_asked_for_is_gone() -> None:
+    """Else who reads the front's output to its end waits for ranks that hold it, and they for the front to vanish."""
+    front = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert front.stdin is not None and not ended(front.pid)
+    front.stdin.close()
+    deadline = time.monotonic() + 60
+    while not ended(front.pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(front.pid, 0)  # its number is still taken
+    assert ended(front.pid)
+    front.wait()
+    assert ended(front.pid)
 
 
 @pytest.mark.parametrize(("begun", "error", "reason", "code"), [
