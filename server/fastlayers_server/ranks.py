@@ -125,6 +125,11 @@ def end_with_launcher() -> None:
         os._exit(1)
 
 
+def _state(process: int) -> str:
+    """Return the letter by which Linux tells what a process does; an :class:`OSError` where it cannot be read."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def ended(process: int) -> bool:
     """Return whether a process is gone, or has ended while whoever started it has not asked for its exit code."""
     try:
@@ -134,7 +139,7 @@ def ended(process: int) -> bool:
     except PermissionError:  # somebody else's, but there
         return False
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return _state(process) == "Z"
     except OSError:  # no such files on this system, or gone meanwhile
         return False
 
@@ -144,9 +149,9 @@ def _ask_all(number: int, frame: object) -> None:
     pids = [pid for thread in Path("/proc/self/task").glob("*/children") for pid in thread.read_text().split()]
     for pid in sorted(map(int, pids)):  # as they were started
         with contextlib.suppress(OSError):  # it is gone
-            given, process = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"), Path(f"/proc/{pid}/stat")
+            given = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             rank = next((each[5:].decode() for each in given if each.startswith(b"RANK=")), "unknown")
-            silent = SILENT.get(process.read_text().rpartition(")")[2].split()[0], "")
+            silent = SILENT.get(_state(pid), "")
             os.write(2, f"rank {rank} (pid {pid}){silent}:\n".encode())  # what is in the middle of a print cannot print
             os.kill(pid, number)
             time.sleep(ANSWER_SECONDS)

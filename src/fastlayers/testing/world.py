@@ -352,7 +352,7 @@ def _serve(pipe: Any, rank: int, size: int, backend: str, store: str, path: list
             match pickle.loads(job):
                 case str(store):  # to rest until the next job, and where the ranks then meet
                     if seat is not None:
-                        _leave()
+                        torch.distributed.destroy_process_group()
                         seat = None
                     continue
                 case module, file, name, arguments:
@@ -366,13 +366,6 @@ def _serve(pipe: Any, rank: int, size: int, backend: str, store: str, path: list
         except Exception:
             data = pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(data)
-
-
-def _leave() -> None:
-    """End all groups of this process."""
-    import torch.distributed as dist
-
-    dist.destroy_process_group()
 
 
 def _join(rank: int, size: int, backend: str, store: str) -> Rank:

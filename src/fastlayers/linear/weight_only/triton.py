@@ -36,16 +36,17 @@ PARAMETERS = ("VECTOR", "BLOCK_M", "BLOCK_N", "SPLITS", "num_warps", "num_stages
 
 
 @triton.jit
-def _own_scales(
-    scale_ptr, zero_ptr, index_ptr, k, column, N, K, scale, zero,
-    ZERO: tl.constexpr, HAS_ZERO: tl.constexpr, INDEXED: tl.constexpr, EVEN_K: tl.constexpr,
+def _rounded(
+    code, scale_ptr, zero_ptr, index_ptr, k, column, N, K, scale, zero, dtype: tl.constexpr, ZERO: tl.constexpr,
+    HAS_ZERO: tl.constexpr, E4M3: tl.constexpr, INDEXED: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """Return scales and zero points of input features ``k`` where each has a group of its own, else those given."""
+    """Return weights of codes, by the scales given, or where each input feature ``k`` has a group by that one's."""
     if INDEXED:
         group = load_tile(index_ptr + k, k, K, EVEN_K)[None, :]
-        return scales_of(scale_ptr, zero_ptr, group, column, N, ZERO, HAS_ZERO)
+        own, middle = scales_of(scale_ptr, zero_ptr, group, column, N, ZERO, HAS_ZERO)
+        return decode(code, own, middle, dtype, True, E4M3)
     else:
-        return scale, zero
+        return decode(code, scale, zero, dtype, True, E4M3)
 
 
 @kernel
@@ -69,14 +70,13 @@ def _decode_kernel(
     place = whole_ptr + row[:, None].to(tl.int64) * K + k[None, :]
     await_inputs(PDL)  # what is written may be what a kernel in front still reads
     release_dependents(PDL)
-    own, middle = _own_scales(scale_ptr, zero_ptr, index_ptr, k, known, N, K, scale, zero, ZERO, HAS_ZERO, INDEXED,
-                              EVEN_K)  # fmt: skip
-    low = decode(packed & 15 if NIBBLES else packed, own, middle, dtype, True, E4M3)
+    low = _rounded(packed & 15 if NIBBLES else packed, scale_ptr, zero_ptr, index_ptr, k, known, N, K, scale, zero,
+                   dtype, ZERO, HAS_ZERO, E4M3, INDEXED, EVEN_K)  # fmt: skip
     tl.store(place, low, mask=inside)
     if NIBBLES:
-        own, middle = _own_scales(scale_ptr, zero_ptr, index_ptr, k + 16, known, N, K, scale, zero, ZERO, HAS_ZERO,
-                                  INDEXED, EVEN_K)  # fmt: skip
-        tl.store(place + 16, decode(packed >> 4, own, middle, dtype, True, E4M3), mask=inside)
+        high = _rounded(packed >> 4, scale_ptr, zero_ptr, index_ptr, k + 16, known, N, K, scale, zero, dtype, ZERO,
+                        HAS_ZERO, E4M3, INDEXED, EVEN_K)  # fmt: skip
+        tl.store(place + 16, high, mask=inside)
 
 
 @kernel(do_not_specialize=("M",))
@@ -114,7 +114,7 @@ def _weight_only_kernel(
         k = block * BLOCK_K + low
         x = load_tile(x_columns + k[:, None], k[:, None], K, EVEN_K)
         packed = load_tile(weight_rows + block * CODES, k[None, :], K, EVEN_K)
-        if GROUP > 0:
+        if GROUP > 0 and not INDEXED:
             following = tl.minimum(block + 1, last - 1) * BLOCK_K // GROUP
             ahead, zero_ahead = scales_of(scale_ptr, zero_ptr, known * 0 + following, known, N, ZERO, HAS_ZERO)
         else:
@@ -130,14 +130,14 @@ def _weight_only_kernel(
                 part = dot(decode(packed, 1.0, zero, dtype, False, E4M3), x, part)
             acc = acc + part * scale if GROUP > 0 else part
         else:  # weights are multiplied, rounded
-            own, middle = _own_scales(scale_ptr, zero_ptr, index_ptr, k, known, N, K, scale, zero, ZERO, HAS_ZERO,
-                                      INDEXED, EVEN_K)  # fmt: skip
-            acc = dot(decode(packed & 15 if NIBBLES else packed, own, middle, dtype, True, E4M3), x, acc)
+            low_weights = _rounded(packed & 15 if NIBBLES else packed, scale_ptr, zero_ptr, index_ptr, k, known, N, K,
+                                   scale, zero, dtype, ZERO, HAS_ZERO, E4M3, INDEXED, EVEN_K)  # fmt: skip
+            acc = dot(low_weights, x, acc)
             if NIBBLES:
                 x = load_tile(x_columns + (k + 16)[:, None], k[:, None], K, EVEN_K)
-                own, middle = _own_scales(scale_ptr, zero_ptr, index_ptr, k + 16, known, N, K, scale, zero, ZERO,
-                                          HAS_ZERO, INDEXED, EVEN_K)  # fmt: skip
-                acc = dot(decode(packed >> 4, own, middle, dtype, True, E4M3), x, acc)
+                high_weights = _rounded(packed >> 4, scale_ptr, zero_ptr, index_ptr, k + 16, known, N, K, scale, zero,
+                                        dtype, ZERO, HAS_ZERO, E4M3, INDEXED, EVEN_K)  # fmt: skip
+                acc = dot(high_weights, x, acc)
         scale, zero = ahead, zero_ahead
     if GROUP == 0:
         acc *= scale
@@ -218,14 +218,23 @@ def _weight_only_vector_kernel(
         tl.store(y_ptr + row * N + column, cast(y + bias, y_ptr.dtype.element_ty), mask=(column < N) & (row < M))
 
 
+def _fits_vectors(rows: int, group: int, indexed: bool) -> bool:
+    """Return whether the vector kernel is for this: few rows, groups of a power of two (or none) that lie in order."""
+    return rows <= MAX_VECTOR_ROWS and not indexed and group & (group - 1) == 0
+
+
+def _fits_whole(group: int, dtype: torch.dtype) -> bool:
+    """Return whether weights may be decoded first: they are rounded where groups have scales."""
+    return group > 0 and dtype != torch.float32
+
+
 @lru_cache(maxsize=4096)
 def rule(rows: int, n: int, k: int, dtype: torch.dtype, format: str, group: int, indexed: bool) -> dict[str, int]:
     """Return kernel parameters by rule."""
-    if rows > MOST_ROWS and group and dtype != torch.float32:
+    if rows > MOST_ROWS and _fits_whole(group, dtype):
         return {"WHOLE": 1}
     # Of nibbles two rows are quicker as a product of tiles.
-    vector = rows == 1 or (rows <= MAX_VECTOR_ROWS and format != "w4a16")
-    if vector and not indexed and group & (group - 1) == 0:
+    if _fits_vectors(rows, group, indexed) and (rows == 1 or format != "w4a16"):
         most, codes = (512, k // 2) if format == "w4a16" else (1024, k)
         outputs = 4 if rows == 1 and n > 1024 else 2
         return {
@@ -248,12 +257,12 @@ def candidates(cfg: WeightOnlyLinearConfig, num_tokens: int) -> list[dict[str, i
     """Return the parameters worth measuring for this many rows, :func:`rule`'s own first."""
     shape = cfg.out_features, cfg.in_features
     found = [rule(num_tokens, *shape, cfg.dtype, cfg.format, cfg.group_size, cfg.act_order)]
-    if num_tokens <= MAX_VECTOR_ROWS and not cfg.act_order and cfg.group_size & (cfg.group_size - 1) == 0:
+    if _fits_vectors(num_tokens, cfg.group_size, cfg.act_order):
         codes = cfg.in_features // (2 if cfg.format == "w4a16" else 1)
         for n, many, warps, ahead in ((2, 512, 4, 2), (4, 512, 4, 1), (8, 256, 4, 2), (2, 1024, 4, 2), (4, 1024, 8, 2)):
             if many < 2 * codes and n * many * num_tokens <= 64 * 32 * warps:
                 found.append({"VECTOR": 1, "BLOCK_N": n, "num_warps": warps, "AHEAD": ahead, "BYTES": many})
-    if num_tokens >= 32 and cfg.group_size and cfg.dtype != torch.float32:
+    if num_tokens >= 32 and _fits_whole(cfg.group_size, cfg.dtype):
         found.append({"WHOLE": 1})
     m = max(16, min(128, next_power_of_2(num_tokens)))
     for n, warps, stages in ((32, 4, 4), (64, 4, 4), (128, 4, 4)) if m <= 64 else ((64, 4, 4), (128, 8, 3)):
