@@ -38,6 +38,8 @@ START = FORKS.format(
     work=(
         "engine = EngineClient(EngineConfig('tiny'), [sys.executable, '-c', 'import time; time.sleep(2)'])\n"
         "engine.start(lambda message: None)\n"
+        # Between its fork and its exec the engine's process holds what ours does.
+        "while not engine.pid:\n    time.sleep(0.01)\n"
         "assert engine._folder.is_dir()"
     ),
 )
