@@ -55,8 +55,8 @@ def agree(cfg: FusedMoEConfig, plans: list[LaunchConfig], tokens: int, device: s
         with poisoned_memory():
             found = run(ours, inputs, packed)["y"]
         compare("y", found, wanted, spec_of("fused_moe").bounds(case).get("y"))
-        assert torch.equal(run(ours, inputs, packed)["y"], found), plan
-        if replays:
+        if replays:  # the interpreter's sums have no other order the next time
+            assert torch.equal(run(ours, inputs, packed)["y"], found), plan
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 y = run(ours, inputs, packed)["y"]
