@@ -20,7 +20,7 @@ from fastlayers.comm.ranks import Ranks
 from fastlayers.device import DESCRIBED
 from fastlayers.errors import ArgumentError, CheckpointError, FastlayersError
 from fastlayers_server import bench_command, eval_command, tune_command, warmup_command
-from fastlayers_server.ranks import check_heads, said_by_another, started_elsewhere
+from fastlayers_server.ranks import check_experts, check_heads, said_by_another, started_elsewhere
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
 # What is piped is read by programs, or searched: it is not wrapped.
@@ -368,6 +368,7 @@ def generate(
     _check_text("prompt", prompt)
     place, number, cache = _device(device), _dtype(dtype), _dtype(kv_dtype, "--kv-dtype") if kv_dtype else None
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    check_experts("generate", ep, tp * dp, "--tp × --dp")
     ranks = Ranks(tp, dp, ep, expert_exchange=expert_exchange)
     if tp > 1:
         check_heads("generate", tp, read_json(_path(checkpoint, "--checkpoint") / "config.json"))

@@ -85,6 +85,12 @@ def check_heads(command: str, tp: int, config: Mapping[str, Any]) -> None:
         raise ArgumentError(command, "--tp", tp, f"{accepted}: each rank has as many of the {heads} attention heads")
 
 
+def check_experts(command: str, ep: int, processes: int, flags: str) -> None:
+    """Raise :class:`ArgumentError` for groups of experts that do not divide the ``processes`` that flags ask for."""
+    if ep > 0 and processes > 0 and processes % ep:
+        raise ArgumentError(command, "--ep", ep, f"a divisor of {flags} = {processes}")
+
+
 def launcher(processes: int, module: str, program: str = "fastlayers_server.ranks") -> list[str]:
     """Return the command that runs a module in so many processes of this host; its arguments are appended.
 

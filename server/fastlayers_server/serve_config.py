@@ -18,7 +18,7 @@ from typing import Any
 from fastlayers.errors import ArgumentError
 from fastlayers_server.engine.config import EngineConfig, drafting, ranks_of
 from fastlayers_server.flags import flag, flags_of, given_values, parser_of, spellings, typed
-from fastlayers_server.ranks import MOST
+from fastlayers_server.ranks import MOST, check_experts
 
 log = logging.getLogger("fastlayers.serve")
 DAY = (0, 86_400)
@@ -183,6 +183,7 @@ def _from_file(path: Path) -> dict[str, Any]:
 
 
 def _check(config: ServeConfig) -> None:
+    check_experts("serve", config.ep, config.tp * config.attn_dp_size, "--tp × --attn-dp-size")
     ranks = ranks_of(config)
     if ranks.processes > MOST:
         accepted = f"at most {MOST} processes: a server's ranks lie on one host"

@@ -419,6 +419,16 @@ def test_more_ranks_than_heads_are_refused_before_any_is_started(monkeypatch: py
         check_heads("serve", 2, {"num_attention_heads": 1})
 
 
+def test_groups_of_experts_that_do_not_divide_the_ranks_are_named_by_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", None)
+    for command, words in (
+        ("generate hi --dp 2 --ep 3", "generate: --ep is 3; accepted: a divisor of --tp × --dp = 2"),
+        ("serve --ep 2", "serve: --ep is 2; accepted: a divisor of --tp × --attn-dp-size = 1"),
+    ):
+        seen = run(*command.split()).exception
+        assert isinstance(seen, ArgumentError) and words in str(seen)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
