@@ -18,6 +18,7 @@ from fastlayers.tuning.provenance import combined
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+MOST_COMMITS = 400
 
 
 def git(*arguments: str) -> str:
@@ -33,8 +34,12 @@ def commit_of(sources: str) -> str:
     known = Counter(head["commit"] for head in named_so)
     if known:
         return known.most_common(1)[0][0]
-    for commit in git("log", "--format=%h", "-n", "400").split():
-        rows = [line.split(maxsplit=3) for line in git("ls-tree", "-r", f"{commit}:src/fastlayers").splitlines()]
+    commits = git("log", "--format=%h", "-n", str(MOST_COMMITS)).split()
+    trees = git("rev-parse", *(f"{commit}:src/fastlayers" for commit in commits)).split()
+    # Most commits leave these sources as they were: of each tree the newest one counts.
+    newest = dict(zip(reversed(trees), reversed(commits), strict=True))
+    for tree, commit in reversed(newest.items()):
+        rows = [line.split(maxsplit=3) for line in git("ls-tree", "-r", tree).splitlines()]
         if combined((path, blob) for _, _, blob, path in rows if path.endswith(".py")) == sources:
             return commit
     raise SystemExit(f"no commit has the sources {sources}")
