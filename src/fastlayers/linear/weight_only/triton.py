@@ -6,6 +6,7 @@ first ones before the kernels in front have ended), as for dense weights.
 A tile lies in one group of input features, so that it takes one scale a column. Nibbles come as two halves that meet
 two runs of x (quant/packed_codes.py): no shuffle between registers. Codes less their zero points are multiplied,
 exactly, and a group's sums are scaled in fp32, as experts' are (moe/fused_moe/triton/packed_gemm.py).
+Of nibbles in groups shorter than 128 a tile takes several runs (triton_groups.py) while there are few rows.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.linear.triton_gemm import TARGET_PROGRAMS, Tile, add_splits_kernel, tile_origin
 from fastlayers.linear.weight_only.layer import ZERO, WeightOnlyLinearConfig
 from fastlayers.linear.weight_only.triton_codes import decode, halves_of, load_tile, scales_of
+from fastlayers.linear.weight_only.triton_groups import short_groups_kernel
 from fastlayers.operators import operator
 from fastlayers.quant.packed_codes import run_of
 from fastlayers.runtime.launch import kernel
@@ -32,7 +34,9 @@ MAX_VECTOR_ROWS = 4
 # Rows above which weights are decoded first, where groups have scales: 25 million take some 20 µs, as long as the
 # dense product of 64 rows, and decoding them anew for each tile of rows takes longer.
 MOST_ROWS = 64
-PARAMETERS = ("VECTOR", "BLOCK_M", "BLOCK_N", "SPLITS", "num_warps", "num_stages", "AHEAD", "BYTES", "WHOLE")
+# Codes of a tile that takes several runs, unless a configuration says other.
+DEPTH = 128
+PARAMETERS = ("VECTOR", "BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLITS", "num_warps", "num_stages", "AHEAD", "BYTES", "WHOLE")
 
 
 @triton.jit
@@ -228,6 +232,11 @@ def _fits_whole(group: int, dtype: torch.dtype) -> bool:
     return group > 0 and dtype != torch.float32
 
 
+def _in_runs(dtype: torch.dtype, format: str, group: int, indexed: bool) -> bool:
+    """Return whether tiles may take several runs: nibbles whose groups are shorter than a tile and lie in order."""
+    return format == "w4a16" and 0 < group < DEPTH and not indexed and dtype != torch.float32
+
+
 @lru_cache(maxsize=4096)
 def rule(rows: int, n: int, k: int, dtype: torch.dtype, format: str, group: int, indexed: bool) -> dict[str, int]:
     """Return kernel parameters by rule."""
@@ -246,11 +255,14 @@ def rule(rows: int, n: int, k: int, dtype: torch.dtype, format: str, group: int,
     programs, splits = cdiv(rows, m) * cdiv(n, width), 1
     while programs * splits * 2 <= TARGET_PROGRAMS and k >= splits * 2 * 512:
         splits *= 2
-    return _matrix(m, width, splits, warps, stages)
+    runs = m <= MOST_ROWS and _in_runs(dtype, format, group, indexed)
+    return _matrix(m, width, splits, warps, stages, DEPTH if runs else 0)
 
 
-def _matrix(m: int, n: int, splits: int, warps: int, stages: int) -> dict[str, int]:
-    return {"VECTOR": 0, "BLOCK_M": m, "BLOCK_N": n, "SPLITS": splits, "num_warps": warps, "num_stages": stages}
+def _matrix(m: int, n: int, splits: int, warps: int, stages: int, depth: int = 0) -> dict[str, int]:
+    """Return parameters of tiles; ``depth``: of how many codes, where that is not given by the group."""
+    sizes = {"VECTOR": 0, "BLOCK_M": m, "BLOCK_N": n} | ({"BLOCK_K": depth} if depth else {})
+    return sizes | {"SPLITS": splits, "num_warps": warps, "num_stages": stages}
 
 
 def candidates(cfg: WeightOnlyLinearConfig, num_tokens: int) -> list[dict[str, int]]:
@@ -265,11 +277,15 @@ def candidates(cfg: WeightOnlyLinearConfig, num_tokens: int) -> list[dict[str, i
     if num_tokens >= 32 and _fits_whole(cfg.group_size, cfg.dtype):
         found.append({"WHOLE": 1})
     m = max(16, min(128, next_power_of_2(num_tokens)))
-    for n, warps, stages in ((32, 4, 4), (64, 4, 4), (128, 4, 4)) if m <= 64 else ((64, 4, 4), (128, 8, 3)):
+    shapes = ((32, 4, 4, 0), (64, 4, 4, 0), (128, 4, 4, 0)) if m <= 64 else ((64, 4, 4, 0), (128, 8, 3, 0))
+    if m <= MOST_ROWS and _in_runs(cfg.dtype, cfg.format, cfg.group_size, cfg.act_order):
+        # The last takes a run a tile, which other formats' tiles do.
+        shapes = ((64, 4, 4, DEPTH), (128, 8, 4, DEPTH), (64, 4, 4 if m <= 32 else 3, 2 * DEPTH), (64, 4, 4, 32))
+    for n, warps, stages, depth in shapes:
         programs = cdiv(num_tokens, m) * cdiv(cfg.out_features, n)
         for splits in (1, 2, 4, 8):
             if splits == 1 or (programs * splits <= 2 * TARGET_PROGRAMS and cfg.in_features >= splits * 512):
-                found.append(_matrix(m, n, splits, warps, stages))
+                found.append(_matrix(m, n, splits, warps, stages, depth))
     return [config for index, config in enumerate(found) if config not in found[:index]]
 
 
@@ -323,11 +339,20 @@ def _weight_only(
         return y
     tile = Tile(c["BLOCK_M"], c["BLOCK_N"], c["num_warps"], c["num_stages"], c["SPLITS"])
     target = y if tile.splits == 1 else x.new_empty(tile.splits, m, n, dtype=torch.float32)
-    _weight_only_kernel[tile.grid(m, n)](
-        x, codes, scale, zeros, x if index is None else index, addend, target, m, n, k, x.stride(0), codes.stride(0),
-        **same, GROUP=group, INDEXED=index is not None, SPLITS=tile.splits, EVEN_K=k % run == 0,
-        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=run, num_warps=tile.warps, num_stages=tile.stages, **launch,
-    )  # fmt: skip
+    sizes = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "num_warps": tile.warps, "num_stages": tile.stages, **launch}
+    several = tile.m <= MOST_ROWS and _in_runs(x.dtype, format, group, index is not None)
+    if several and (levels := ((c.get("BLOCK_K") or DEPTH) // run).bit_length() - 1) > 0:
+        short_groups_kernel[tile.grid(m, n)](
+            x, codes, scale, zeros, addend, target, m, n, k, x.stride(0), codes.stride(0), ZERO=ZERO[format],
+            HAS_ZERO=zero is not None, HAS_BIAS=bias is not None, GROUP=group, RUN=run, LEVELS=levels,
+            SPLITS=tile.splits, EVEN_K=k % (run << levels) == 0, **sizes,
+        )  # fmt: skip
+    else:
+        _weight_only_kernel[tile.grid(m, n)](
+            x, codes, scale, zeros, x if index is None else index, addend, target, m, n, k, x.stride(0),
+            codes.stride(0), **same, GROUP=group, INDEXED=index is not None, SPLITS=tile.splits, EVEN_K=k % run == 0,
+            BLOCK_K=run, **sizes,
+        )  # fmt: skip
     if tile.splits > 1:
         add_splits_kernel[(m, cdiv(n, 1024))](
             target, addend, y, m, n, SPLITS=tile.splits, HAS_BIAS=bias is not None, ROUND_BEFORE_BIAS=False, BLOCK=1024,
