@@ -218,6 +218,22 @@ def test_what_is_lent_to_a_shape_that_it_does_not_fit_runs_by_the_rule(folder: P
     assert here.choose(Shape(8), H200).build().single.config == {"BLOCK": 8}
 
 
+class Small(Configured):
+    """Whose parameters, measured elsewhere, are for small sizes."""
+
+    @staticmethod
+    def suits(cfg: Shape, config: dict[str, int]) -> bool:
+        return cfg.n < 100
+
+
+def test_what_is_lent_to_a_shape_that_it_does_not_suit_runs_by_the_rule(folder: Path) -> None:
+    store(folder, Shape(800), "a")
+    here = Registry("toy", [Backend("a", Small), Backend("b", Configured)])
+    large, small, own = (here.choose(Shape(n), H200).build().single.config for n in (900, 90, 800))
+    # Its own were measured: nobody asks whether they suit.
+    assert (large, small, own) == (None, {"BLOCK": 800}, {"BLOCK": 800})
+
+
 def test_a_neighbour_that_cannot_run_here_is_passed_over(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [
         {"tokens": 1, "backend": "a", "us": 10.0, "config": {"BLOCK": 8}},

@@ -124,7 +124,7 @@ def ladder_for(
     for row in rows:
         if row.get("config") and not _takes_config(able[row["backend"]]):
             raise TunedTableError(f"tuned table {found.path}: backend {row['backend']!r} takes no config")
-    rows = fitted(rows, cfg, able)
+    rows = fitted(rows, cfg, able, lent=not found.exact and found.table.get("key") != key_of(cfg))
     if found.kin:
         rows = [{**row, "microseconds": None} for row in rows]
     rungs = tuple(
@@ -158,15 +158,19 @@ def ladder_of(
     return next((rows for rows in cut if rows), []), dropped
 
 
-def fitted(rows: Sequence[Mapping[str, Any]], cfg: Any, able: Mapping[str, Backend]) -> list[Mapping[str, Any]]:
+def fitted(
+    rows: Sequence[Mapping[str, Any]], cfg: Any, able: Mapping[str, Backend], *, lent: bool = False
+) -> list[Mapping[str, Any]]:
     """Return the rungs without configurations that do not fit the shape, as a table of another one may have them.
 
-    A backend says so by ``fits(cfg, config)``, beside its ``candidates``; without it every configuration fits.
+    A backend says so by ``fits(cfg, config)``, beside its ``candidates``; without it every configuration fits. What
+    another shape has ``lent`` must also suit, by ``suits(cfg, config)``: measured elsewhere, it may be slow here.
     """
+    asked = ("fits", "suits") if lent else ("fits",)
 
     def fits(row: Mapping[str, Any]) -> bool:
-        says = getattr(able[row["backend"]].load(), "fits", None) if row.get("config") else None
-        return says is None or says(cfg, row["config"])
+        says = [getattr(able[row["backend"]].load(), name, None) for name in asked if row.get("config")]
+        return all(each is None or each(cfg, row["config"]) for each in says)
 
     return [row if fits(row) else {**row, "config": {}} for row in rows]
 

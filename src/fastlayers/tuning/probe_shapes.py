@@ -173,7 +173,7 @@ def probe_shape(
         able = [row for row in able if builds.unbuilt(bench.layer, row, bench.cfg, bench.device) is None]
     key = str(tuning.key_of(bench.cfg))
     names = {backend.name: backend for backend in able}
-    lent = tuning.fitted(tuning.lent_rungs(bench.layer, key, bench.device, names), bench.cfg, names)
+    lent = tuning.fitted(tuning.lent_rungs(bench.layer, key, bench.device, names), bench.cfg, names, lent=True)
     options = dict.fromkeys([Option(backend.name) for backend in able] + [Option.of(row) for row in lent])
     if len(options) < 2:
         return None

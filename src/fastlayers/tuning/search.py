@@ -348,7 +348,7 @@ def tune_shape(
 def _lent(bench: Bench, key: str, tokens: int) -> list[Option]:
     """Return what the nearest shape's ladder would run here: so that tables tell what going without one costs."""
     able = {backend.name: backend for backend in bench.able()}
-    rungs = tuning.fitted(tuning.lent_rungs(bench.layer, key, bench.device, able), bench.cfg, able)
+    rungs = tuning.fitted(tuning.lent_rungs(bench.layer, key, bench.device, able), bench.cfg, able, lent=True)
     return [Option.of(tuning.rung_at(rungs, tokens))] if rungs else []
 
 

@@ -294,6 +294,18 @@ def serves(config: Mapping[str, int], num_tokens: int) -> bool:
     return not config.get("VECTOR") or num_tokens <= MAX_VECTOR_ROWS
 
 
+def suits(cfg: WeightOnlyLinearConfig, config: Mapping[str, int]) -> bool:
+    """Return whether another shape's parameters give programs for half of a large GPU here, or K cannot be split more.
+
+    Not asked of tiles of more rows: how many there are is not known.
+    """
+    if config.get("VECTOR") or config.get("WHOLE") or config.get("BLOCK_M", 0) > MOST_ROWS:
+        return True
+    splits = max(1, config.get("SPLITS", 1))
+    programs = cdiv(cfg.out_features, config["BLOCK_N"]) * splits
+    return 2 * programs >= TARGET_PROGRAMS or cfg.in_features < splits * 2 * 512
+
+
 def _fake(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
@@ -364,7 +376,7 @@ def _weight_only(
 class TritonWeightOnlyLinear:
     """One kernel; where K is split, a second adds the parts."""
 
-    candidates, serves = staticmethod(candidates), staticmethod(serves)
+    candidates, serves, suits = staticmethod(candidates), staticmethod(serves), staticmethod(suits)
 
     def __init__(self, cfg: WeightOnlyLinearConfig, config: Mapping[str, int] | None = None) -> None:
         self.cfg = cfg
