@@ -359,6 +359,12 @@ _SHARED = "D=7168,E=256,top_k=8,num_shared=1,quant=fp8_block,scaling_factor=2.5"
 _PACKED = "D=2048,I=768,E=128,top_k=8,quant=w4a16,group_size=128,dtype=bf16"
 
 
+def _weights_alone(more: str) -> str:
+    """Return arguments that tune 4-bit weights at the shapes and rows of performance.py's weight_only."""
+    shapes = " ".join(f"--shape N={n},K={k},{more}" for k, n in ((4096, 6144), (12288, 4096), (4096, 24576)))
+    return f"--layer weight_only_linear {shapes} --tokens 1,4,16,64,512"
+
+
 def _tables() -> Iterator[Part]:
     """Ladders whose kernels have changed since they were measured; of the others nothing is measured again."""
     tunes = (
@@ -376,12 +382,13 @@ def _tables() -> Iterator[Part]:
         ("linear", "Qwen/Qwen3-8B Qwen/Qwen3-30B-A3B openai/gpt-oss-20b --layer linear", ()),
         ("fp8_linear_tp8", "deepseek-ai/DeepSeek-V3 --tp 8 --layer fp8_linear", PACKAGES),
         ("int8_linear", "--layer int8_linear --shape N=2048,K=3072", ("sgl_kernel",)),
-        ("weight_only_linear", "--layer weight_only_linear --shape N=6144,K=4096 --tokens 1,4,16,64,128,512,4096", ()),
+        ("weight_only_linear", _weights_alone("zero_point=True"), ()),
+        ("weight_only_linear_32", _weights_alone("group_size=32"), ()),
     )
     # FlashInfer builds its kernels meanwhile; 80 seconds measured the first token count, or all but the last.
     more = {"mla_tp8": 160, "mla_tp1_e4m3": 120, "gqa": 240, "fused_moe_gpt_oss": 70, "fused_moe_tp8": 110,
             "fused_moe_257": 110, "fused_moe_257_tp1": 110, "fp8_linear_tp8": 200,
-            "int8_linear": 45, "weight_only_linear": 55}  # fmt: skip
+            "int8_linear": 45, "weight_only_linear": 60, "weight_only_linear_32": 60}  # fmt: skip
     for name, arguments, needs in tunes:
         layer, seconds = arguments.partition("--layer ")[2].partition(" ")[0], more.get(name, 80)
         command = f"fastlayers tune {arguments} --quick --seconds {1.3 * seconds:.0f} --out {{dir}}"

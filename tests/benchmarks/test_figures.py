@@ -81,7 +81,7 @@ def test_figures_are_found_in_what_parts_write(figures: Any, tmp_path: Path) -> 
 def test_tables_are_found_where_tuners_write_them(figures: Any, tmp_path: Path) -> None:
     """Their files have the names that figures look for, and each of their layers' own kernels has something to try."""
     for part in import_module("parts").PARTS:
-        names = ("fused_moe_257", "int8_linear", "weight_only_linear", "fused_moe_w4a16")
+        names = ("fused_moe_257", "int8_linear", "weight_only_linear", "weight_only_linear_32", "fused_moe_w4a16")
         if part.name not in [f"retune.{name}" for name in names]:
             continue
         words = shlex.split(part.command)
@@ -93,6 +93,10 @@ def test_tables_are_found_where_tuners_write_them(figures: Any, tmp_path: Path) 
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("{}")
             assert len(registry(layer).named("triton").load().candidates(job.cfg, 16)) > 3
+    measured = [item for item in import_module("performance").weight_only() if item.layer == "weight_only_linear"]
+    four = {tuning.key_of(item.cfg) for item in measured if item.cfg.format == "w4a16"}
+    folder = tmp_path / "tuned" / "weight_only_linear"
+    assert {path.name.partition(",device_name")[0] for path in folder.iterdir()} == four
     assert figures.shared_experts() is not None
     (shared,) = (figure for figure in figures.FIGURES if figure.item == 25)
     assert (tmp_path / shared.evidence).is_file()
@@ -103,4 +107,4 @@ def test_tables_are_found_where_tuners_write_them(figures: Any, tmp_path: Path) 
     )  # fmt: skip
     assert figures.weights_alone() is None
     (tmp_path / "weight_only_h200.jsonl").write_text(text)
-    assert "int8 1 shapes, weights alone 1, their experts 1" in figures.weights_alone()[0]
+    assert "int8 1 shapes, weights alone 6, their experts 1" in figures.weights_alone()[0]
