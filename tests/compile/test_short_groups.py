@@ -47,6 +47,18 @@ def test_no_tile_of_several_runs_spills(rows: int, group: int, zero: bool) -> No
         assert rows > 32 or report.shared <= HALF_OF_SHARED, report
 
 
+def test_a_tile_lent_by_groups_of_128_does_not_spill() -> None:
+    cfg = WeightOnlyLinearConfig(12288, 4096, group_size=32, zero_point=True)
+    lent = next(
+        config for config in candidates(WeightOnlyLinearConfig(12288, 4096), 64) if config.get("BLOCK_N") == 128
+    )  # fmt: skip
+    with recording() as recorder:
+        for case in _at("weight_only_linear", (64,), cfg):
+            _run("weight_only_linear", TritonWeightOnlyLinear(cfg, lent), case)
+    (build,) = (each for each in recorder.builds.values() if each.kernel.__name__ == "short_groups_kernel")
+    assert lent["num_warps"] == 4 and compile_for(build).spills == 0
+
+
 @pytest.mark.parametrize("rows", [16, 64])
 @pytest.mark.parametrize("zero", [False, True])
 def test_codes_stay_in_registers_and_scales_come_where_they_are_wanted(rows: int, zero: bool) -> None:

@@ -354,6 +354,8 @@ def _weight_only(
     sizes = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "num_warps": tile.warps, "num_stages": tile.stages, **launch}
     several = tile.m <= MOST_ROWS and _in_runs(x.dtype, format, group, index is not None)
     if several and (levels := ((c.get("BLOCK_K") or DEPTH) // run).bit_length() - 1) > 0:
+        # With fewer warps 128 columns spill: a ladder lent by groups of 128 has such tiles.
+        sizes["num_warps"] = max(tile.warps, tile.n // 16)
         short_groups_kernel[tile.grid(m, n)](
             x, codes, scale, zeros, addend, target, m, n, k, x.stride(0), codes.stride(0), ZERO=ZERO[format],
             HAS_ZERO=zero is not None, HAS_BIAS=bias is not None, GROUP=group, RUN=run, LEVELS=levels,
