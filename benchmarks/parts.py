@@ -442,11 +442,12 @@ HISTORY = {
     "fp8_second_product_h200.jsonl": "FP8 experts, second product over strips; benchmarks/notes/fused_moe_triton.md",
     "fp8_vectors_experts_h200.jsonl": "one token's FP8 experts by vectors; benchmarks/notes/fused_moe_triton.md",
     "fp8_vectors_linear_h200.jsonl": "one token's FP8 products by vectors; benchmarks/notes/fp8_linear.md",
-    "two_gpus_slice_since_h200.jsonl": "one.slice and two.slice again, newer than what is simulated with them",
+    "two_gpus_slice_since_h200.jsonl": "one.slice and two.slice* again, newer than what is simulated with them",
     "gpu_parity_alone.json": "gpu_parity with packages switched off, at a later commit",
     "gather_columns_h100.jsonl": "candidates for FP8 rows whose scales lie in columns; benchmarks/notes/exchange.md",
     "two_gpus_exchange_h100.jsonl": "two.rows on two H100s; two.rows measures today's",
     "weight_only_h100.jsonl": "weight_only on an H100, with a ladder of one shape; benchmarks/notes/linear.md",
+    "host_again_h200.jsonl": "host_time.*, patch_plain.*, first tokens and cold starts again, two parts side by side",
     "models_h100.jsonl": "host_time.* and generate.* on an H100",
     "serve_pace_h200.jsonl": "what servers did from commit to commit; serve.* measures today's",
 }
