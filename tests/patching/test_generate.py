@@ -23,9 +23,11 @@ from fastlayers.patching.router import FastSoftmaxRouter, FastTopKFirstRouter, F
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny import CONFIGS, GQA, build, prompt
 
-STEPS = 64
 SHIPPED = Path(fastlayers_models.__file__).parent / "assets" / "tiny_deepseek_v3"
 PADDED = (0, 5, 17)
+STEPS = 24  # new tokens
+# What takes more for its tokens to vary, or for the corruptions below to show: a mode, a family in one.
+MORE_STEPS = {"beams_padded": 40, "prompt_lookup": 40, "qwen2, dynamic_padded": 64, "qwen3, dynamic_padded": 64}
 MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dynamic": ({"batch": 1}, {}),
     "dynamic_padded": ({"batch": 3, "pads": PADDED}, {}),
@@ -61,11 +63,20 @@ def stock(model: Any, question: str, ask: Callable[[], Any]) -> Any:
 
 
 @torch.inference_mode()
-def tokens(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
+def tokens(model: Any, inputs: dict[str, torch.Tensor], steps: int = STEPS, **options: Any) -> torch.Tensor:
     torch.manual_seed(7)
     options = {"do_sample": False} | options
-    out: torch.Tensor = model.generate(**inputs, max_new_tokens=STEPS, min_new_tokens=STEPS, **options)
+    out: torch.Tensor = model.generate(**inputs, max_new_tokens=steps, min_new_tokens=steps, **options)
     return out
+
+
+def until_they_differ(wanted: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """Return what ends ``generate`` at the first other token: what comes behind it tells nothing more."""
+
+    def differ(ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
+        return torch.full((ids.shape[0],), not torch.equal(ids, wanted[:, : ids.shape[1]]))
+
+    return differ
 
 
 def same_tokens(model: Any, mode: str, **patching: Any) -> bool:
@@ -76,9 +87,12 @@ def same_tokens(model: Any, mode: str, **patching: Any) -> bool:
         # Repeated pieces, so that candidates are found and some are rejected.
         piece = inputs["input_ids"][:, :20]
         inputs = {"input_ids": piece.repeat(1, 3), "attention_mask": torch.ones_like(piece).repeat(1, 3)}
-    wanted = stock(model, mode, lambda: tokens(model, inputs, **options))
+    family = model.config.model_type.removesuffix("_moe")
+    steps = MORE_STEPS.get(f"{family}, {mode}", MORE_STEPS.get(mode, STEPS))
+    wanted = stock(model, mode, lambda: tokens(model, inputs, steps, **options))
+    ends = {} if mode == "beams_padded" else {"stopping_criteria": [until_they_differ(wanted)]}
     with fl.patched(model, **patching) as report:
-        given = tokens(model, inputs, **options)
+        given = tokens(model, inputs, steps, **options, **ends)
         hits, fallbacks = report.hits(), report.fallbacks()
     new = wanted[:, inputs["input_ids"].shape[1] :]
     assert min(len(set(row.tolist())) for row in new) >= 12, "a collapsed model proves nothing"
