@@ -60,11 +60,16 @@ def model_of(dtype: torch.dtype = torch.float32, attn: str = "sdpa", **changes: 
 
 
 @torch.inference_mode()
+def logits_of(model: Any, batch: int = 1, pads: tuple[int, ...] = ()) -> torch.Tensor:
+    logits: torch.Tensor = model(**prompt(batch, 40, pads=pads)).logits
+    return logits
+
+
+@torch.inference_mode()
 def run(model: Any, batch: int, pads: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tokens of a prompt of three chunks and more, and its logits."""
-    inputs = prompt(batch, 40, pads=pads)
-    tokens = model.generate(**inputs, max_new_tokens=24, do_sample=False)
-    return tokens, model(**inputs).logits
+    tokens = model.generate(**prompt(batch, 40, pads=pads), max_new_tokens=24, do_sample=False)
+    return tokens, logits_of(model, batch, pads)
 
 
 @pytest.fixture
@@ -98,15 +103,15 @@ def test_tokens_and_logits_are_those_of_stock(pads: tuple[int, ...], changes: di
         assert torch.equal(found[0], tokens)
         assert float((found[1] - logits).norm() / logits.norm()) <= 1e-5
         assert report.hits() and all(report.hits().values()) and not any(report.fallbacks().values())
-    assert torch.equal(run(model, 2, pads)[1], logits)
+    assert torch.equal(logits_of(model, 2, pads), logits)
     assert not [name for module in model.modules() for name in vars(module) if name.startswith("_fl_")]
 
 
 def test_bf16_stays_as_near() -> None:
     model, exact = model_of(torch.bfloat16), model_of(torch.bfloat16).float()
-    wanted, stock = run(exact, 1)[1], run(model, 1)[1]
+    wanted, stock = logits_of(exact), logits_of(model)
     with fl.patched(model):
-        found = run(model, 1)[1]
+        found = logits_of(model)
     errors = [float((each.float() - wanted).norm() / wanted.norm()) for each in (found, stock)]
     assert 0 < errors[0] <= 1.25 * errors[1]
 
@@ -176,9 +181,9 @@ def test_tables_that_a_norm_takes_back_are_not_captured(graphs_anywhere: None) -
 def test_copies_run_as_the_patched_model() -> None:
     model = model_of()
     fl.patch(model)
-    wanted = run(model, 1)[1]
+    wanted = logits_of(model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(run(other, 1)[1], wanted)
+        assert torch.equal(logits_of(other), wanted)
         fl.unpatch(other)
         assert type(other.model.layers[1].feed_forward) is modeling_llama4.Llama4TextMoe
 
@@ -230,22 +235,22 @@ def test_code_that_computes_something_else_is_left_alone(name: str, monkeypatch:
 
     monkeypatch.setattr(cls, "forward", other)
     model = model_of()
-    stock = run(model, 1)[1]
+    stock = logits_of(model)
     report = fl.patch(model)
     wrong = [entry for entry in report.skipped if entry.original_class == name]
     assert wrong and all("verify-failed: relative error" in entry.reason for entry in wrong)
-    assert float((run(model, 1)[1] - stock).norm() / stock.norm()) <= 1e-5
+    assert float((logits_of(model) - stock).norm() / stock.norm()) <= 1e-5
 
 
 def test_another_activation_is_left_alone() -> None:
     model = model_of()
     model.model.layers[0].feed_forward.activation_fn = torch.nn.GELU()
     model.model.layers[1].feed_forward.experts.act_fn = torch.nn.GELU()
-    stock = run(model, 1)[1]
+    stock = logits_of(model)
     report = fl.patch(model)
     reasons = {entry.kind: entry.reason for entry in report.skipped}
     assert reasons == {"mlp": "custom-gate: activation GELU", "moe": "custom-gate: activation GELU"}
-    assert float((run(model, 1)[1] - stock).norm() / stock.norm()) <= 1e-5
+    assert float((logits_of(model) - stock).norm() / stock.norm()) <= 1e-5
     assert report.fallbacks()["model.layers.1.feed_forward"] > 0
 
 

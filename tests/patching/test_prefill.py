@@ -32,7 +32,7 @@ def graphs_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @torch.inference_mode()
-def tokens(model: Any, inputs: dict[str, Any], new: int = 4, **options: Any) -> torch.Tensor:
+def tokens(model: Any, inputs: dict[str, Any], new: int = 2, **options: Any) -> torch.Tensor:
     options = {"do_sample": False, "min_new_tokens": new, "max_new_tokens": new, "pad_token_id": 0, **options}
     found: torch.Tensor = model.generate(**inputs, **options)
     return found
@@ -48,7 +48,11 @@ def extends(model: Any) -> list[Any]:
     return [record for record in driver(model).ledger if isinstance(record.key, ExtendKey)]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+# Parts of these are in others: dense layers in v3, biases of attention in qwen2; linears are called as modules are.
+IN_OTHERS = ("v3_dense", "llama_bias")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in IN_OTHERS)) for n in CONFIGS])
 def test_replayed_prompts_give_stock_tokens(name: str) -> None:
     model = build(name)
     cases = [prompt(1, 40), prompt(3, 40, pads=(0, 6, 3)), prompt(1, 17, seed=2), prompt(2, 64, seed=3)]
