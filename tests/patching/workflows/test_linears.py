@@ -7,7 +7,6 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -94,9 +93,9 @@ def _bias_cut(linear: nn.Linear) -> None:
 
 BIASED = [("llama", _bias_added), ("v3", _bias_added), ("v2_lite", _bias_added), ("qwen2", _bias_removed)]
 BIASED += [("qwen2", _bias_cut)]
-# To the compiler the latent attention of v3 is that of v2_lite, with one product more.
+# Latent attention is packed by the code that packs llama's, and guarded by it in compiled code, too.
 BIASED_CASES = [
-    pytest.param(name, change, compiled, marks=[pytest.mark.slow] * (compiled and name == "v3"))
+    pytest.param(name, change, compiled, marks=[pytest.mark.slow] * (compiled and name in ("v3", "v2_lite")))
     for name, change in BIASED
     for compiled in (False, True)
 ]
@@ -107,8 +106,9 @@ def test_biases_changed_after_the_patch_count(name: str, change: Callable[[nn.Li
     model, twin = build(name).requires_grad_(False), build(name).requires_grad_(False)
     fl.patch(model)
     torch._dynamo.reset()
-    layer: Any = model.model.layers[1]
-    run = torch.compile(layer, backend="eager") if compiled else layer
+    run = model.model.layers[1]
+    if compiled:  # attention has what is changed in each family; whole layers take twice as long to compile
+        run.self_attn.compile(backend="eager")
     before = layer_call(run, model)
     for m in (model, twin):
         for child in m.model.layers[1].modules():

@@ -105,7 +105,8 @@ class Logits(torch.nn.Module):
         return out
 
 
-@pytest.mark.parametrize("name", NAMES)
+# The router and the experts of qwen3_moe are traced as v3's, its attention as llama's.
+@pytest.mark.parametrize("name", ["v3", pytest.param("qwen3_moe", marks=pytest.mark.slow), "gpt_oss", "llama"])
 def test_whole_models_are_traced_as_stock_is(name: str) -> None:
     stock, fast, report = pair(name)
     ids, other = (prompt(1, 8, seed=seed)["input_ids"] for seed in (1, 3))
@@ -165,7 +166,8 @@ def test_function_modes_see_what_the_original_calls(name: str) -> None:
 @pytest.mark.parametrize("name", [pytest.param("v3", marks=pytest.mark.slow), "llama"])
 def test_function_modes_around_a_compiled_layer(name: str) -> None:
     stock, fast, _ = pair(name)
-    layers = [torch.compile(model.model.layers[0], backend="eager") for model in (stock, fast)]
+    torch._dynamo.reset()
+    layers = [stock.model.layers[0], torch.compile(fast.model.layers[0], backend="eager")]
     wanted = [layer_call(layer, model) for layer, model in zip(layers, (stock, fast), strict=True)]
     with Rounded():
         rounded = [layer_call(layer, model) for layer, model in zip(layers, (stock, fast), strict=True)]
