@@ -19,13 +19,14 @@ from fastlayers_server.engine.config import SchedulerConfig
 from fastlayers_server.engine.protocol import Abort, Sampling
 
 sys.path.insert(0, str(Path(__file__).parent))
-from serving import GREEDY, Bench, make_model, prompts
+from serving import GREEDY, Bench, made, make_model, prompts
 
-NEW, COUNT = 32, 6
+NEW, COUNT = 16, 6
+LONG = 32  # until pages run out
 PIECE = 16
 
 
-def asked(count: int) -> list[tuple[list[int], dict[str, Any]]]:
+def asked(count: int, new: int = NEW) -> list[tuple[list[int], dict[str, Any]]]:
     """Return requests of every kind: greedy, drawn, penalised, with the prompt's log-probabilities."""
     found = []
     for index, row in enumerate(prompts(count, 40, seed=7)):
@@ -33,7 +34,7 @@ def asked(count: int) -> list[tuple[list[int], dict[str, Any]]]:
             GREEDY, Sampling(0.9, 30, 0.95, seed=index), Sampling(1.3, seed=-index - 1),
             Sampling(0.8, seed=index, frequency_penalty=0.5, repetition_penalty=1.2),
         ]  # fmt: skip
-        options = {"sampling": ways[index % 4], "logprobs": 3, "new": NEW + 3 * index}
+        options = {"sampling": ways[index % 4], "logprobs": 3, "new": new + 3 * index}
         found.append((row, options | ({"prompt_logprobs": 1} if index % 5 == 4 else {})))
     return found
 
@@ -45,14 +46,14 @@ def told(bench: Bench, rid: int) -> tuple[Any, ...]:
     return bench.ids(rid), logprobs, [o.prompt_logprobs for o in news if o.prompt_logprobs], news[-1].finish
 
 
-def alone(model: Any, **limits: Any) -> list[tuple[Any, ...]]:
+def alone(model: Any, new: int = NEW, **limits: Any) -> list[tuple[Any, ...]]:
     """Return what each request is told if there is nobody else, and nothing in the cache.
 
     Each has an engine of its own, unless steps are captured: that is as much work as many requests.
     """
-    found, made = [], Bench(model, prefix_cache=False, **limits)
-    for row, options in asked(COUNT):
-        bench = made if limits.get("captured") else Bench(model, prefix_cache=False, **limits)
+    found, shared = [], Bench(model, prefix_cache=False, **limits)
+    for row, options in asked(COUNT, new):
+        bench = shared if limits.get("captured") else Bench(model, prefix_cache=False, **limits)
         rid = bench.submit(row, **options)
         bench.run()
         found.append(told(bench, rid))
@@ -60,10 +61,9 @@ def alone(model: Any, **limits: Any) -> list[tuple[Any, ...]]:
 
 
 @lru_cache(maxsize=1)  # neighbours ask about the same model
-def model_and_answers(name: str) -> tuple[Any, list[tuple[Any, ...]]]:
-    """Return a model, and what its requests are told if nobody else is there."""
-    model = make_model(name)
-    return model, alone(model, piece=PIECE)
+def answers(name: str, new: int) -> list[tuple[Any, ...]]:
+    """Return what requests to a model are told if nobody else is there."""
+    return alone(made(name), new, piece=PIECE)
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -79,7 +79,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 # Most ways of one model, and each model once; of the rest what there is time for.
 USUAL = {
-    "deepseek": ("a batch", "chunks of 40"),
+    "deepseek": ("chunks of 40",),
     "qwen": ("a batch", "one at a time", "no cache", "preempted, ahead, captured"),
     "gpt_oss": ("preempted",),
 }
@@ -92,13 +92,12 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_bytes_do_not_depend_on_what_else_runs(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, wanted = model_and_answers(name)
+    model, new = made(name), LONG if "preempted" in way else NEW
     if "preempted" in way:  # whoever fits now is admitted
         monkeypatch.setattr(running, "RATIO_START", 0.0)
         monkeypatch.setattr(running, "RATIO_END", 0.0)
-    if WAYS[way].get("captured"):
-        wanted = alone(model, piece=PIECE, captured=True)
-    requests, dice = asked(COUNT), random.Random(way)
+    wanted = alone(model, new, piece=PIECE, captured=True) if WAYS[way].get("captured") else answers(name, new)
+    requests, dice = asked(COUNT, new), random.Random(way)
     bench = Bench(model, piece=PIECE, **WAYS[way])
     for _ in range(2):  # the second time, prompts are found in the cache
         order = dice.sample(range(len(requests)), len(requests))
@@ -122,7 +121,7 @@ def test_bytes_do_not_depend_on_what_else_runs(name: str, way: str, monkeypatch:
 
 def test_without_the_mode_bits_do_depend_on_the_batch() -> None:
     """Otherwise the test above could not fail."""
-    model = make_model("qwen")
+    model = made("qwen")
     bench = Bench(model)
     rids = [bench.submit(row, **options) for row, options in asked(COUNT)]
     bench.run()
@@ -131,7 +130,7 @@ def test_without_the_mode_bits_do_depend_on_the_batch() -> None:
 
 def test_a_request_that_says_other_tokens_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was told cannot be taken back: a broken promise is an error, not another text."""
-    model = make_model("qwen")
+    model = made("qwen")
     monkeypatch.setattr(running, "RATIO_START", 0.0)
     bench = Bench(model, piece=PIECE, num_pages=20)
     rids = [bench.submit(row, 40) for row in prompts(6, 60)]

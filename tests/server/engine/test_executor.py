@@ -22,7 +22,7 @@ from fastlayers_server.engine.protocol import Abort, Control, Reply, Sampling, S
 from fastlayers_server.engine.step import LOGITS, VERIFY
 
 sys.path.insert(0, str(Path(__file__).parent))
-from serving import GREEDY, Bench, make_model, mixed_steps, plain, prompts
+from serving import GREEDY, Bench, made, make_model, mixed_steps, plain, prompts
 
 NEW = 9
 
@@ -69,7 +69,7 @@ each_way = each_of(WAYS, ["mixed, captured"])
 
 @pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest) -> Any:
-    return make_model(request.param)
+    return made(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_tokens_are_those_of_the_plain_loop(model: Any, wanted: list[list[int]],
 @pytest.mark.parametrize("name", ["deepseek", "qwen"])
 @pytest.mark.parametrize("page_size", [1, 64])
 def test_other_page_sizes(name: str, page_size: int) -> None:
-    model = make_model(name, page_size)
+    model = made(name, page_size)
     rows = prompts(5)
     bench = Bench(model, num_pages=6 * 256 // page_size + 1)
     assert bench.generate(rows, NEW) == plain(model, rows, NEW)
@@ -253,7 +253,7 @@ def test_an_abort_is_done_within_two_ticks(model: Any) -> None:
 
 def test_controls_are_answered_while_requests_run(tmp_path: Path) -> None:
     """None waits until nothing runs, none says yes without an effect, and no token changes."""
-    model, rows = make_model("qwen"), prompts(4)
+    model, rows = made("qwen"), prompts(4)
     bench = Bench(model, **AHEAD)
     replies: list[Reply] = []
     tell = bench.engine.deliver
@@ -305,7 +305,7 @@ def test_controls_are_answered_while_requests_run(tmp_path: Path) -> None:
 def test_every_extend_up_to_the_largest_bucket_has_a_graph(verify_each: int, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = SchedulerConfig(94, 256, 8, 64, (1,), max_running=48, max_batched_tokens=2048, mixed=True)
     graphs = CudaGraphs(runtime=EagerRuntime(), warm_ups=1)
-    executor = TorchExecutor(make_model("qwen", 64), limits, graphs=graphs, verify_each=verify_each)
+    executor = TorchExecutor(made("qwen", 64), limits, graphs=graphs, verify_each=verify_each)
     keys: list[StepKey] = []
     monkeypatch.setattr(executor.decoding, "capture", lambda **options: None)
     monkeypatch.setattr(executor.extending, "capture_extends", lambda found, progress: keys.extend(found))

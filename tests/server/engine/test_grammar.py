@@ -17,7 +17,7 @@ from fastlayers_server.engine.grammar import GrammarMasks, GrammarWorker, tokeni
 from fastlayers_server.engine.protocol import EngineInfo, Forgotten, Grammar, Sampling
 
 sys.path.insert(0, str(Path(__file__).parent))
-from serving import TINY, Bench, make_model, mixed_steps, plain, prompts
+from serving import TINY, Bench, made, mixed_steps, plain, prompts
 
 SCHEMA = {
     "type": "object", "required": ["name", "age"], "additionalProperties": False,
@@ -101,7 +101,7 @@ def test_a_worker_that_does_not_start_is_no_fault_of_a_grammar(
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return make_model("deepseek")
+    return made("deepseek")
 
 
 def bench(model: Any, overlap: bool, mixed: bool = False) -> Bench:
