@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -25,6 +26,18 @@ from fastlayers_server.serve_command import engine_of, known, model_folder, reso
 from fastlayers_server.serve_config import NEVER, ServeConfig, parse
 
 CODE = "from fastlayers_server.cli import main; main()"
+# Without what TLS needs, which is read anew for each request: twenty times what the request takes.
+get, post, stream = (functools.partial(f, timeout=60, verify=False) for f in (httpx.get, httpx.post, httpx.stream))
+
+# A front without a tokenizer beside an engine without a model: of tests that ask it for no token.
+BARE = f"""
+import sys
+from unittest.mock import MagicMock
+from fastlayers_server.engine import client
+from fastlayers_server.front import tokens
+tokens.TokenText = MagicMock()
+client.command_of = lambda config: [sys.executable, {str(Path(__file__).parent / "engine" / "scripted_child.py")!r}]
+"""
 
 
 @contextlib.contextmanager
@@ -56,15 +69,41 @@ def engine_of_process(process: subprocess.Popen[bytes]) -> int:
     """The server's child that is its engine; another may be the grammar worker."""
     tasks = Path(f"/proc/{process.pid}/task").iterdir()
     children = {int(child) for task in tasks for child in (task / "children").read_text().split()}
-    (found,) = [c for c in children if b"engine.child" in Path(f"/proc/{c}/cmdline").read_bytes()]
+    (found,) = [c for c in children if b"child" in Path(f"/proc/{c}/cmdline").read_bytes()]
     return found
+
+
+def tools_are_called(url: str) -> None:
+    """Ask as the guide does, whole and streamed; then tell the model what its call returned."""
+    guide = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    forced = json.loads(guide.partition("### Tool calls")[2].partition("-d '")[2].partition("'\n")[0])
+    forced["model"] = "tiny"
+    client: Any = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    (choice,) = client.chat.completions.create(**forced, seed=1).choices
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls" and call.type == "function" and call.function.name == "add"
+    given = json.loads(call.function.arguments)
+    assert set(given) == {"a", "b"} and 0 <= given["a"] <= 999 and given["b"] in (45, 127)
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**forced, seed=1, stream=True)]
+    parts = [part.function for chunk in chunks for part in chunk.delta.tool_calls or () if part.function]
+    assert chunks[-1].finish_reason == "tool_calls" and [p.name for p in parts if p.name] == ["add"]
+    assert "".join(part.arguments or "" for part in parts) == call.function.arguments
+    # By itself it answers, as it was trained to; what it is then told back, it takes.
+    free = forced | {"tool_choice": "auto", "max_tokens": 20}
+    (choice,) = client.chat.completions.create(**free).choices
+    assert choice.message.content == "172" and not choice.message.tool_calls
+    called = {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]}
+    told = [*forced["messages"], called, {"role": "tool", "tool_call_id": call.id, "content": "172"}]
+    (choice,) = client.chat.completions.create(**free | {"messages": told}).choices
+    assert choice.message.content
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds the engine's process through /proc")
 def test_the_tiny_model_is_served_survives_its_engine_and_drains() -> None:
-    with serving("--served-model-name", "tiny", "--shutdown-timeout", "60") as (url, process, lines):
+    asked = ("--served-model-name", "tiny", "--shutdown-timeout", "60", "--speculative-algorithm", "ngram")
+    with serving(*asked) as (url, process, lines):
         ask = {"model": "tiny", "messages": [{"role": "user", "content": "What is 127 + 45?"}]}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=ask, timeout=60).json()
+        answer = post(f"{url}/v1/chat/completions", json=ask).json()
         assert answer["choices"][0]["message"]["content"].strip() == "172"
         chosen = ["yes", "no"]
         forced = {
@@ -74,7 +113,7 @@ def test_the_tiny_model_is_served_survives_its_engine_and_drains() -> None:
             "temperature": 1.0,
             "n": 4,
         }
-        said = httpx.post(f"{url}/v1/completions", json=forced, timeout=60).json()
+        said = post(f"{url}/v1/completions", json=forced).json()
         assert {c["text"] for c in said["choices"]} <= set(chosen), said
         schema = {
             "type": "object",
@@ -83,12 +122,10 @@ def test_the_tiny_model_is_served_survives_its_engine_and_drains() -> None:
             "additionalProperties": False,
         }
         shaped = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-        said = httpx.post(
-            f"{url}/v1/chat/completions", json=ask | {"response_format": shaped, "max_tokens": 200}, timeout=60
-        )
+        said = post(f"{url}/v1/chat/completions", json=ask | {"response_format": shaped, "max_tokens": 200})
         assert set(json.loads(said.json()["choices"][0]["message"]["content"])) == {"n"}
         scored = {"model": "tiny", "prompt": "One two", "echo": True, "logprobs": 1, "max_tokens": 1}
-        choice = httpx.post(f"{url}/v1/completions", json=scored, timeout=60).json()["choices"][0]
+        choice = post(f"{url}/v1/completions", json=scored).json()["choices"][0]
         told = choice["logprobs"]
         assert told["tokens"][0] == "<|bos|>" and told["token_logprobs"][0] is None and told["text_offset"][1] == 0
         places = zip(told["tokens"][1:], told["text_offset"][1:], strict=True)
@@ -96,16 +133,17 @@ def test_the_tiny_model_is_served_survives_its_engine_and_drains() -> None:
             "One two"
         )
         assert all(p < 0 for p in told["token_logprobs"][1:])
-        bad = httpx.post(f"{url}/v1/completions", json=forced | {"structured_outputs": {"regex": "("}}, timeout=60)
+        bad = post(f"{url}/v1/completions", json=forced | {"structured_outputs": {"regex": "("}})
         assert (bad.status_code, bad.json()["error"]["code"]) == (400, "invalid_grammar")
-        chosen = httpx.get(f"{url}/backends", timeout=60).json()
+        tools_are_called(url)
+        chosen = get(f"{url}/backends").json()
         assert {"mla[decode]", "fused_moe"} <= {row["layer"] for row in chosen} and all(row["chosen"] for row in chosen)
-        assert httpx.get(f"{url}/explain", timeout=60).json()["ticks"]
-        assert "fastlayers_requests_total" in httpx.get(f"{url}/metrics", timeout=60).text
+        assert get(f"{url}/explain").json()["ticks"]
+        assert "fastlayers_requests_total" in get(f"{url}/metrics").text
         # Kill the engine in the middle of a stream.
         first = engine_of_process(process)
         endless = {"model": "tiny", "prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=endless, timeout=60) as response:
+        with stream("POST", f"{url}/v1/completions", json=endless) as response:
             events = response.iter_lines()
             assert next(events).startswith("data: {")
             os.kill(first, signal.SIGKILL)
@@ -113,16 +151,16 @@ def test_the_tiny_model_is_served_survives_its_engine_and_drains() -> None:
         assert rest[-1] == "data: [DONE]" and '"code":"engine_restarting"' in rest[-2]
         phases = set()
         end = time.monotonic() + 180
-        while (ready := httpx.get(f"{url}/ready", timeout=60)).status_code != 200 and time.monotonic() < end:
+        while (ready := get(f"{url}/ready")).status_code != 200 and time.monotonic() < end:
             phases.add(ready.json()["phase"])
-            refused = httpx.post(f"{url}/v1/completions", json=endless | {"stream": False, "max_tokens": 1}, timeout=60)
+            refused = post(f"{url}/v1/completions", json=endless | {"stream": False, "max_tokens": 1})
             assert refused.status_code in (200, 503)
             time.sleep(0.05)
         assert ready.status_code == 200 and phases
         assert engine_of_process(process) != first
-        assert httpx.post(f"{url}/v1/chat/completions", json=ask, timeout=60).json()["choices"][0]["message"] == answer["choices"][0]["message"]  # fmt: skip  # noqa: E501
+        assert post(f"{url}/v1/chat/completions", json=ask).json()["choices"][0]["message"] == answer["choices"][0]["message"]  # fmt: skip  # noqa: E501
         # What runs is finished on SIGTERM, which systemd sends to all processes of a service.
-        with httpx.stream("POST", f"{url}/v1/completions", json=endless | {"max_tokens": 60}, timeout=60) as response:
+        with stream("POST", f"{url}/v1/completions", json=endless | {"max_tokens": 60}) as response:
             events = response.iter_lines()
             next(events)
             for pid in (engine_of_process(process), process.pid):
@@ -137,32 +175,12 @@ def test_the_tiny_model_is_served_survives_its_engine_and_drains() -> None:
 
 
 def test_one_process_is_enough_where_asked_for() -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
-    forced = json.loads(guide.partition("### Tool calls")[2].partition("-d '")[2].partition("'\n")[0])
-    with serving("--in-process", "--api-key", "sk-1", "--speculative-algorithm", "ngram") as (url, process, _):
+    with serving("--in-process", "--api-key", "sk-1") as (url, process, _):
         ask = {"model": "tiny_deepseek_v3", "messages": [{"role": "user", "content": "What is 127 + 45?"}]}
-        assert httpx.post(f"{url}/v1/chat/completions", json=ask, timeout=60).status_code == 401
+        assert post(f"{url}/v1/chat/completions", json=ask).status_code == 401
         headers = {"authorization": "Bearer sk-1"}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=ask, headers=headers, timeout=60).json()
+        answer = post(f"{url}/v1/chat/completions", json=ask, headers=headers).json()
         assert answer["choices"][0]["message"]["content"].strip() == "172"
-        client: Any = openai.OpenAI(base_url=f"{url}/v1", api_key="sk-1")
-        (choice,) = client.chat.completions.create(**forced, seed=1).choices
-        (call,) = choice.message.tool_calls
-        assert choice.finish_reason == "tool_calls" and call.type == "function" and call.function.name == "add"
-        given = json.loads(call.function.arguments)
-        assert set(given) == {"a", "b"} and 0 <= given["a"] <= 999 and given["b"] in (45, 127)
-        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**forced, seed=1, stream=True)]
-        parts = [part.function for chunk in chunks for part in chunk.delta.tool_calls or () if part.function]
-        assert chunks[-1].finish_reason == "tool_calls" and [p.name for p in parts if p.name] == ["add"]
-        assert "".join(part.arguments or "" for part in parts) == call.function.arguments
-        # By itself it answers, as it was trained to; what it is then told back, it takes.
-        free = forced | {"tool_choice": "auto", "max_tokens": 20}
-        (choice,) = client.chat.completions.create(**free).choices
-        assert choice.message.content == "172" and not choice.message.tool_calls
-        called = {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]}
-        told = [*forced["messages"], called, {"role": "tool", "tool_call_id": call.id, "content": "172"}]
-        (choice,) = client.chat.completions.create(**free | {"messages": told}).choices
-        assert choice.message.content
         process.send_signal(signal.SIGINT)
         assert process.wait(120) == 0
 
@@ -172,11 +190,18 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
-def test_a_context_that_the_model_lacks_is_one_sentence_and_an_exit_code() -> None:
-    done = run("--port", "0", "--max-model-len", "5000", "--log-level", "error")
-    assert "Traceback" not in done.stderr  # a sentence is enough
-    assert done.returncode == 1
-    sentence = done.stderr.strip().splitlines()[-1]
+def test_a_context_that_the_model_lacks_is_one_sentence_and_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The engine's process says so; the front, which is none of its own here, ends."""
+    asked = ["serve", "--port", "0", "--max-model-len", "5000", "--log-level", "error"]
+    monkeypatch.setattr(sys, "argv", ["fastlayers", *asked])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capfd.readouterr().err
+    assert "Traceback" not in said  # a sentence is enough
+    assert ended.value.code == 1
+    sentence = said.strip().splitlines()[-1]
     assert sentence.startswith("error: ") and "5000" in sentence and "4096" in sentence
 
 
@@ -266,7 +291,7 @@ def test_a_signal_whose_exception_was_swallowed_ends_the_start_later(
         "    return make(*args)\n"
         "app.make_front = make_front\n"
     )
-    command = [sys.executable, "-c", swallowed.format(number.name) + CODE, "serve", "--port", "0"]
+    command = [sys.executable, "-c", BARE + swallowed.format(number.name) + CODE, "serve", "--port", "0"]
     done = subprocess.run(command, env=os.environ | {"TMPDIR": str(short_folder)}, capture_output=True, timeout=300)
     assert done.returncode == code and b"Traceback" not in done.stderr, done.stderr
     assert not [path.name for path in short_folder.iterdir() if path.name.startswith("fastlayers-")]
@@ -295,7 +320,7 @@ def test_a_server_that_is_killed_while_it_starts_takes_its_engine_along(short_fo
 
 
 def test_a_second_signal_leaves_nothing(short_folder: Path) -> None:
-    command = (sys.executable, "-c", CODE, "serve", "--port", "0", "--drain-delay", "60")
+    command = (sys.executable, "-c", BARE + CODE, "serve", "--port", "0", "--drain-delay", "60")
     process = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(short_folder)}, stderr=subprocess.PIPE)
     assert process.stderr is not None
     for line in process.stderr:
@@ -304,7 +329,7 @@ def test_a_second_signal_leaves_nothing(short_folder: Path) -> None:
     assert any(short_folder.glob("fastlayers-engine-*"))
     process.send_signal(signal.SIGTERM)
     url = line.split(b" is served at ")[1].split()[0].decode()
-    while httpx.get(f"{url}/ready", timeout=60).status_code != 503:
+    while get(f"{url}/ready").status_code != 503:
         time.sleep(0.02)
     assert process.poll() is None, "it drains"
     process.send_signal(signal.SIGTERM)
@@ -332,15 +357,15 @@ from fastlayers_server.cli import main; main()
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds the engine's process through /proc")
 def test_a_front_that_hangs_says_where_and_ends_with_its_engine() -> None:
     """One that was stopped for longer is not taken for it; who starts it again is the operator's choice."""
-    with serving(code=HANGING) as (url, process, lines):
+    with serving(code=BARE + HANGING) as (url, process, lines):
         engine = engine_of_process(process)
-        assert httpx.get(f"{url}/version", timeout=60).status_code == 200
+        assert get(f"{url}/version").status_code == 200
         process.send_signal(signal.SIGSTOP)
         time.sleep(4.0)
         process.send_signal(signal.SIGCONT)
-        assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+        assert get(f"{url}/health").status_code == 200
         with pytest.raises(httpx.HTTPError):
-            httpx.get(f"{url}/version", timeout=50)
+            get(f"{url}/version", timeout=50)
         assert process.wait(60) == 71
         end = time.monotonic() + 60
         while not any("in version" in line for line in lines):
