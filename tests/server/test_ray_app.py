@@ -29,7 +29,7 @@ QUESTION = {"model": NAME, "messages": [{"role": "user", "content": "What is 127
 
 @pytest.fixture(scope="module")
 def replica() -> Iterator[Replica]:
-    made = Replica(["tiny", "--api-key", "secret"], "first")
+    made = Replica(["tiny", "--api-key", "secret", "--in-process"], "first")  # one process less
     yield made
     made.stop()
 

@@ -94,6 +94,9 @@ def test_a_worker_that_does_not_start_is_no_fault_of_a_grammar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     monkeypatch.setattr("fastlayers_server.engine.grammar.START_SECONDS", seconds)
+    # What transformers says of a folder without a tokenizer, without the seconds that its import takes.
+    (tmp_path / "transformers.py").write_text("def __getattr__(name): raise OSError('no tokenizer')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     worker = GrammarWorker(tmp_path, lambda: INFO)
     with pytest.raises(RuntimeError, match=f"starts with the tokenizer of {re.escape(str(tmp_path))}"):
         asyncio.run(worker.compile(SOURCES["choice"]))

@@ -155,7 +155,7 @@ class Step:
         return TickResult([[7]] * len(self._plan.sampled))
 
 
-@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "Qwen3-8B" else ()) for n in DEVICES])
 def test_poisson_arrivals_at_70_percent(name: str) -> None:
     """The targets of the issue, over a device that is exactly as fast as its table."""
     full = Device(name, [0.0] * 256)

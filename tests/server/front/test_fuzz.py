@@ -39,12 +39,12 @@ def check(response: httpx.Response, what: str) -> None:
         assert set(error) == {"message", "type", "param", "code"} and error["message"], what
 
 
-@pytest.mark.parametrize("examples", [8, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [LEAST, pytest.param(20, marks=pytest.mark.slow)])
 def test_requests_of_the_schema(wire: Wire, examples: int) -> None:
     schema = schemathesis.openapi.from_url(f"{wire.url}/openapi.json")
     end = time.monotonic() + SECONDS
     seen, drawn = set(), Counter[str]()
-    with httpx.Client(base_url=wire.url, timeout=120) as client:
+    with httpx.Client(base_url=wire.url, timeout=120, verify=False) as client:
         for found in schema.get_all_operations():
             operation = found.ok()
             if operation.path in ("/drain", "/freeze_gc"):
