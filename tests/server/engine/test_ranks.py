@@ -417,7 +417,7 @@ def test_ctrl_c_while_torchrun_is_imported_ends_a_command_without_a_word(monkeyp
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_who_ends_a_command_of_several_ranks_reads_no_traceback(number: signal.Signals) -> None:
     """A terminal's interrupt reaches all processes, of which torchrun's ends the ranks."""
-    command = [*launcher(2, "fastlayers_server.cli"), "generate", "Once", "--max-new-tokens", "1000"]
+    command = [*launcher(2, "fastlayers_server.cli"), "generate", "Once", "--max-new-tokens", "250"]
     command += ["--temperature", "3", "--tp", "2"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as started:
         assert started.stdout is not None and started.stderr is not None
