@@ -31,13 +31,14 @@ PATHS = {
 }
 Weights = dict[str, torch.Tensor]
 Edit = Callable[[Weights], None]
+TEXTS = 8
 
 
 @cache
 def yardstick(family: str) -> Yardstick:
     path = PATHS[family]
     tokenizer = tokenizer_of(path)
-    return Yardstick(path, [tokenizer(text)["input_ids"] for text in tasks.stories("held_out", 14)], CPU)
+    return Yardstick(path, [tokenizer(text)["input_ids"] for text in tasks.stories("held_out", TEXTS)], CPU)
 
 
 def holds(family: str, variant: str, runner: Any) -> bool:
@@ -179,7 +180,7 @@ def test_a_checkpoint_in_fp8_is_judged_by_what_its_format_rounds(fp8: Callable[[
     folder = fp8("deepseek_v3")
     assert divergence.own_roundings(folder) == ("fp8-inputs",) and divergence.own_roundings(PATHS["deepseek_v3"]) == ()
     tokenizer = tokenizer_of(folder)
-    stick = Yardstick(folder, [tokenizer(text)["input_ids"] for text in tasks.stories("held_out", 14)], CPU)
+    stick = Yardstick(folder, [tokenizer(text)["input_ids"] for text in tasks.stories("held_out", TEXTS)], CPU)
     runner = FastlayersRunner(folder, FP32, CPU)
     far, (mean, p99) = (
         stick.of(runner.logits),

@@ -115,10 +115,11 @@ def test_a_package_without_our_functions_disables_its_backend_only_and_meta_is_n
     assert "--device is 'meta'; accepted: cpu, cuda or cuda:N" in used.stderr
 
 
-def test_disabled_packages_are_named() -> None:
-    seen = command("doctor", "--json", FASTLAYERS_DISABLE="triton,transformers")
+def test_disabled_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTLAYERS_DISABLE", "triton,transformers")
+    seen = run("doctor", "--json")
     facts = {fact["name"]: fact for fact in json.loads(seen.stdout)["facts"]}
-    assert seen.returncode == 0 and facts["triton"]["state"] == "disabled"
+    assert seen.exit_code == 0 and facts["triton"]["state"] == "disabled"
     assert "FASTLAYERS_DISABLE" in facts["transformers"]["reason"]
 
 

@@ -61,6 +61,10 @@ def each_of(ways: dict[str, dict[str, Any]], usual: Sequence[str]) -> pytest.Mar
     return pytest.mark.parametrize(("model", "way"), cases, indirect=["model"])
 
 
+# What is done to logits and to requests does not depend on the model.
+of_one_model = pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=[pytest.mark.slow] * (name != "qwen")) for name in MODELS], indirect=True
+)
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {}, "captured": AHEAD, "mixed": {"mixed": True}, "mixed, captured": {"mixed": True} | AHEAD,
 }  # fmt: skip
@@ -91,7 +95,7 @@ SERVED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@each_of(SERVED, ["small chunks", "captured, ahead", "mixed, captured, preempted"])
+@each_of(SERVED, ["captured, ahead", "mixed, captured, preempted"])
 def test_tokens_are_those_of_the_plain_loop(model: Any, wanted: list[list[int]], way: dict[str, Any]) -> None:
     bench = Bench(model, **way)
     decodes = decodes_beside_chunks(bench)
@@ -181,6 +185,7 @@ def test_logprobs_are_of_the_unmodified_logits(model: Any, way: dict[str, Any]) 
     assert bench.last(again).cached_tokens <= 0
 
 
+@of_one_model
 def test_penalties_bias_and_least_tokens(model: Any) -> None:
     from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
@@ -234,6 +239,7 @@ def test_a_row_that_is_not_finite_ends_alone() -> None:
         assert all(part.isfinite().all() for cache in bench.executor.caches for part in (cache.keys, cache.values))
 
 
+@of_one_model
 def test_an_abort_is_done_within_two_ticks(model: Any) -> None:
     bench = Bench(model, overlap=True, captured=True)
     rids = [bench.submit(row, 24) for row in prompts(4)]
@@ -269,7 +275,7 @@ def test_controls_are_answered_while_requests_run(tmp_path: Path) -> None:
         assert replies[-1].id == len(replies) - 1 and len(bench.scheduler.live) == 4, "at once, while all run"
         return replies[-1].ok, replies[-1].value
 
-    rids = [bench.submit(row, 40) for row in rows]
+    rids = [bench.submit(row, 30) for row in rows]
     bench.engine.tick()
     try:
         assert asked("stop_profile") == (False, "no profile is running")
@@ -293,7 +299,7 @@ def test_controls_are_answered_while_requests_run(tmp_path: Path) -> None:
         if bench.executor._profiler is not None:  # it failed: torch's would end the whole run of tests
             bench.executor.profile(False)
     bench.run()
-    assert [bench.ids(rid) for rid in rids] == plain(model, rows, 40)
+    assert [bench.ids(rid) for rid in rids] == plain(model, rows, 30)
     folder.mkdir()
     for message in (Control(0, "start_profile"), Shutdown()):
         bench.engine.post(message)
@@ -301,7 +307,7 @@ def test_controls_are_answered_while_requests_run(tmp_path: Path) -> None:
     assert (folder / "engine-0.json").is_file(), "whoever ends with a profile running writes it"
 
 
-@pytest.mark.parametrize("verify_each", [0, 4])
+@pytest.mark.parametrize("verify_each", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_every_extend_up_to_the_largest_bucket_has_a_graph(verify_each: int, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = SchedulerConfig(94, 256, 8, 64, (1,), max_running=48, max_batched_tokens=2048, mixed=True)
     graphs = CudaGraphs(runtime=EagerRuntime(), warm_ups=1)

@@ -410,7 +410,7 @@ def test_the_models_own_draft_layer(captured: bool, k: int) -> None:
 @pytest.mark.parametrize("captured", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_tree_of_the_draft_layer_takes_fewer_steps_than_a_chain(captured: bool) -> None:
     # Drafts end where a request's pages do, and those of a tree sooner.
-    model, rows, new, k = made("deepseek", 64), chats(3), 30, 3
+    model, rows, new, k = made("deepseek", 64), chats(3), 60, 3
     ways = [Sampling(1.1, seed=i) for i in range(3)]
     wanted = plain(model, rows, new, [SamplingParams(1.1, seed=i) for i in range(3)])
     likeliest, steps = plain(model, rows, new), {}
