@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ TINY = Path(__file__).parents[3] / "models" / "fastlayers_models" / "assets" / "
 EOS = 1
 
 
-@cache
 def tokens_of(folder: Path = TINY, template: str | None = None) -> TokenText:
     return TokenText(folder, template)
 
