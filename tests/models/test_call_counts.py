@@ -35,9 +35,9 @@ from family_tools import save_random, tiny_config
 
 ROOT = Path(__file__).parents[2]
 OURS = tuple(str(Path(package.__file__ or "").parent) for package in (fl, fastlayers_models))
-LAUNCHES = [
-    code for method in (Kernel.bind, Kernel.at) for code in method.__code__.co_consts if hasattr(code, "co_code")
-]
+# What is written out for so many tensors has its module's name for a file.
+WRITTEN = f"<{launch.__name__}>"
+LAUNCHES = [code for code in Kernel.bind.__code__.co_consts if hasattr(code, "co_code")]
 # What the layer took at commit 07d317b, before the path was shortened, measured by this file's program on a CPU.
 BEFORE = {
     "qwen3_moe": 769, "qwen3": 663, "deepseek_v3": 858, "gpt_oss": 744, "llama": 625, "qwen2": 626, "qwen2_moe": 817,
@@ -90,14 +90,15 @@ class Frames:
 
     def _notice(self, frame: Any, event: str, given: Any) -> None:
         code = frame.f_code
-        if not code.co_filename.startswith(OURS):
+        written = code.co_filename == WRITTEN
+        if not written and not code.co_filename.startswith(OURS):
             return
         # A comprehension is a frame of this Python only, and part of the function that it stands in.
         if event == "call" and not code.co_name.startswith("<"):
-            self.functions.add((code.co_filename, code.co_qualname))
+            self.functions.add((launch.__file__ if written else code.co_filename, code.co_qualname))
             self.met.append(code.co_qualname)
             self._stack.append(code.co_qualname)
-            if code in LAUNCHES:
+            if written or code in LAUNCHES:
                 self.deepest = max(self.deepest, self._stack[:], key=len)
         elif event == "return" and not code.co_name.startswith("<"):
             self._stack.pop()

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from math import gcd
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -161,6 +161,35 @@ class Kinds(dict[tuple[Any, ...], Any]):
         return prepared
 
 
+@lru_cache
+def _straight(places: tuple[int, ...], numbers: int) -> Callable[..., Callable[..., None]]:
+    """Return what makes the launch of :meth:`Kernel.at`, a function of straight lines.
+
+    ``places``: for each tensor of the kernel its number among the given ones, or ``-1 - part``: so many bytes behind
+    the first. Written out: collecting dtypes and addresses in loops takes half as long again as all the rest.
+    """
+    given = [f"t{i}" for i in range(max(1 + max(places), 1))]
+    offsets, tail = [f"o{i}" for i in range(-min(0, *places))], [f"n{i}" for i in range(numbers)]
+    addresses = [f"a{place}" if place >= 0 else f"a0 + o{-1 - place}" for place in places]
+    source = f"""
+def make(kernel, first, {", ".join([*offsets, *tail])}):
+    def launch({", ".join(given)}):
+        if not kernel.prepared or _LISTENERS[0] or _LISTENERS[1]:
+            return first({", ".join(given)})
+        device = driver.device()
+        call = kernel._known.get((launch, driver.stream(device), device, {", ".join(f"{t}.dtype" for t in given)}))
+        {"".join(f"a{t[1:]}, " for t in given)}= map(_address, ({"".join(f"{t}, " for t in given)}))
+        if call is None or ({" | ".join(f"a{t[1:]}" for t in given)}) & 15:
+            return first({", ".join(given)})
+        call({", ".join([*addresses, *tail])})
+    return launch
+"""
+    found: dict[str, Any] = {}
+    exec(compile(source, f"<{__name__}>", "exec"), globals(), found)
+    made: Callable[..., Callable[..., None]] = found["make"]
+    return made
+
+
 class Kernel:
     """A Triton kernel with prepared launches, made by :func:`kernel`.
 
@@ -248,33 +277,29 @@ class Kernel:
 
         With ``parts``, each with its place among the arguments, the first tensor is what they are parts of.
         """
-        bound, tail = self.bind(**constants), (*numbers, *self._constants)
-        # With parts: their offsets, and where each argument lies behind the memory: given ones, then parts.
-        offsets, order = (), itemgetter(slice(None))  # type: tuple[int, ...], Any
+        bound, places = self.bind(**constants), tuple(range(self._tensors))
+        offsets: tuple[int, ...] = ()
         if parts is not None:
-            offsets, places = tuple(part.offset for _, part in parts), [place for place, _ in parts]
-            left = [place for place in range(self._tensors) if place not in places]
-            order = itemgetter(*([*left, *places].index(place) for place in range(self._tensors)))
+            taken = {place: number for number, (place, _) in enumerate(parts)}
+            given = iter(range(1, self._tensors + 1))
+            places = tuple(-1 - taken[place] if place in taken else next(given) for place in places)
+            offsets = tuple(part.offset for _, part in parts)
 
-        def launch(*given: torch.Tensor) -> None:
-            if not self.prepared or _LISTENERS[0] or _LISTENERS[1]:
-                bound(grid, *_with_parts(given, parts), *numbers)
-                return
-            device, addresses = driver.device(), [*map(_address, given)]
-            if parts is not None:
-                memory = addresses.pop(0)
-                addresses = order([*addresses, *map(memory.__add__, offsets)])
-            key = launch, driver.stream(device), device, *map(_dtype, given)
-            call = self._known.get(key)
-            if call is not None and gcd(16, *addresses) == 16:
-                call(*addresses, *tail)
-                return
+        def first(*given: torch.Tensor) -> None:
+            """Launch what was not launched with such tensors yet, or is not prepared."""
             tensors = _with_parts(given, parts)
             bound(grid, *tensors, *numbers)
-            held = self._known.get((bound, device, numbers, *map(_dtype, tensors)))
-            if held is not None:
-                self._known[key] = partial(held.call, *grid, *_ONES[len(grid)], key[1], *held.options)
+            if self.prepared:
+                device = driver.device()
+                held = self._known.get((bound, device, numbers, *map(_dtype, tensors)))
+                if held is not None:
+                    stream = driver.stream(device)
+                    call = partial(held.call, *grid, *_ONES[len(grid)], stream, *held.options)
+                    self._known[launch, stream, device, *map(_dtype, given)] = call
 
+        launch = _straight(places, len(numbers) + len(self._constants))(
+            self, first, *offsets, *numbers, *self._constants
+        )
         return launch
 
     def _first(
