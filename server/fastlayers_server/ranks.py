@@ -47,7 +47,8 @@ def started_elsewhere(ranks: Ranks) -> bool:
         if started[0] > 0:  # what is noticed of a model the first rank says
             logging.getLogger("fastlayers").setLevel(logging.ERROR)
             logging.getLogger("fastlayers_models").setLevel(logging.ERROR)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells torchrun as well, which ends its processes
+        # A terminal tells torchrun as well, which says nothing either. Who waits in a collective runs no handler.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         end_with_launcher()
         return False
     if ranks.processes == 1:
@@ -181,6 +182,8 @@ def launch(arguments: Sequence[str], told: Callable[[str], None]) -> int:
         rank, first = min(
             error.failures.items(), key=lambda each: (each[1].timestamp, not _signalled(each[1].exitcode))
         )
+        if first.exitcode == -signal.SIGINT:  # a terminal's, which torchrun hears as well
+            return 128 + signal.SIGINT
         if first.exitcode < 0:  # by a signal, so it could not say anything
             told(f"the process of rank {rank} was ended by {first.signal_name()}")
         return max(1, first.exitcode)
