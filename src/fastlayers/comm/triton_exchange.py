@@ -124,8 +124,9 @@ def _give_coded(y, at, outboxes_ptr, scales_at, s_row, s_group, hidden, rank, BL
 @triton.jit
 def _give_beside(x_ptr, x_stride, residual_ptr, residual_stride, summed_ptr, outboxes_ptr, first, scales_at, s_row,
                  s_group, share, hidden, rank, weight, eps, column, inside, N: tl.constexpr, ROUNDING: tl.constexpr,
-                 HAS_RESIDUAL: tl.constexpr, BESIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Store ``BESIDE`` own rows as :func:`_give_coded` does, and their scales at once."""
+                 HAS_RESIDUAL: tl.constexpr, BESIDE: tl.constexpr, COLUMNS: tl.constexpr,
+                 BLOCK: tl.constexpr):  # fmt: skip
+    """Store ``BESIDE`` own rows as :func:`_give_coded` does, and their scales at once; ``COLUMNS``: ``s_row`` is 1."""
     group, beside = tl.arange(0, BLOCK // 128), tl.arange(0, BESIDE)
     tile = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     kept = tl.zeros((BLOCK // 128, BESIDE), tl.float32)
@@ -140,7 +141,10 @@ def _give_beside(x_ptr, x_stride, residual_ptr, residual_stride, summed_ptr, out
             box = address(outboxes_ptr, (rank + hop) % N, tl.uint8)
             tl.store(box + at * hidden + tile, codes.to(tl.uint8, bitcast=True), mask=(tile < hidden) & there)
         kept = tl.where(beside[None, :] == each, scale[:, None], kept)
-    place = group[:, None].to(tl.int64) * s_group + (rank * share + first + beside)[None, :] * s_row
+    at = (rank * share + first + beside)[None, :]
+    if not COLUMNS:  # by a number the compiler would not see that scales of a column are neighbours
+        at *= s_row
+    place = group[:, None].to(tl.int64) * s_group + at
     for hop in tl.static_range(N):
         box = address(outboxes_ptr, (rank + hop) % N, tl.uint8) + scales_at
         there = (group[:, None] * 128 < hidden) & (first + beside < share)[None, :]
@@ -174,8 +178,8 @@ def _exchange_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, summed_ptr, inboxes_ptr, inbox_ptr, outboxes_ptr, flags_ptr, flag_ptr,
     state_ptr, status_ptr, x_stride, residual_stride, hidden, eps, share, slots, rank, deadline_ns, scales_at, s_row,
     s_group, N: tl.constexpr, SCATTER: tl.constexpr, GATHER: tl.constexpr, QUANT: tl.constexpr,
-    ROUNDING: tl.constexpr, HAS_RESIDUAL: tl.constexpr, CHUNK: tl.constexpr, BESIDE: tl.constexpr, BLOCK: tl.constexpr,
-    PART: tl.constexpr, PDL: tl.constexpr,
+    ROUNDING: tl.constexpr, HAS_RESIDUAL: tl.constexpr, CHUNK: tl.constexpr, BESIDE: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     column = tl.arange(0, BLOCK)
@@ -220,7 +224,7 @@ def _exchange_kernel(
                     for first in range((chunk - 1) * step + program * BESIDE, done, programs * BESIDE):
                         _give_beside(x_ptr, x_stride, residual_ptr, residual_stride, summed_ptr, outboxes_ptr, first,
                                      scales_at, s_row, s_group, share, hidden, rank, weight, eps, column, inside, N,
-                                     ROUNDING, HAS_RESIDUAL, BESIDE, BLOCK)  # fmt: skip
+                                     ROUNDING, HAS_RESIDUAL, BESIDE, COLUMNS, BLOCK)  # fmt: skip
                 else:
                     for row in range((chunk - 1) * step + program, done, programs):
                         y = _own_row(x_ptr, x_stride, residual_ptr, residual_stride, summed_ptr, inbox_ptr, row, turn,
@@ -266,8 +270,8 @@ def _exchange_rows(
         x, others, x if weight is None else weight, y, summed, inboxes, inbox, outboxes, flags, flag, state, status,
         x.stride(0), others.stride(0), hidden, eps, share, slots, rank, deadline_ns, scales_at, s_row, s_group,
         N=size, SCATTER=scatter, GATHER=gather, QUANT=scales_at > 0, ROUNDING=rounding,
-        HAS_RESIDUAL=residual is not None, CHUNK=chunk, BESIDE=beside, BLOCK=next_power_of_2(hidden), PART=part,
-        num_warps=warps_of(hidden), **limits, **order(x.device),
+        HAS_RESIDUAL=residual is not None, CHUNK=chunk, BESIDE=beside, COLUMNS=beside > 1 and s_row == 1,
+        BLOCK=next_power_of_2(hidden), PART=part, num_warps=warps_of(hidden), **limits, **order(x.device),
     )  # fmt: skip
 
 

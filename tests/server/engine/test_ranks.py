@@ -181,7 +181,7 @@ def test_masks_of_the_first_rank_are_those_of_the_others() -> None:
 def test_what_several_ranks_cannot_is_refused() -> None:
     with pytest.raises(ArgumentError, match="--in-process is given; accepted: nothing with several ranks"):
         parse(["--tp", "2", "--in-process"])
-    with pytest.raises(ArgumentError, match=r"ep is 3; accepted: a divisor of tp \* dp = 2"):
+    with pytest.raises(ArgumentError, match="--ep is 3; accepted: a divisor of --tp × --attn-dp-size = 2"):
         parse(["--tp", "2", "--ep", "3"])
     with pytest.raises(ArgumentError, match="--tp × --attn-dp-size is 100; accepted: at most 64 processes"):
         parse(["--tp", "50", "--attn-dp-size", "2"])
