@@ -12,6 +12,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -467,6 +468,7 @@ def record(recorder: Recorder, layer: str) -> None:
         _run(layer, backend(case.cfg), case)
 
 
+@cache
 def builds() -> list[KernelBuild]:
     """Return each launch that a layer's Triton backend makes at real shapes, once."""
     with recording() as recorder:

@@ -168,9 +168,10 @@ def _straight(places: tuple[int, ...], numbers: int) -> Callable[..., Callable[.
     ``places``: for each tensor of the kernel its number among the given ones, or ``-1 - part``: so many bytes behind
     the first. Written out: collecting dtypes and addresses in loops takes half as long again as all the rest.
     """
-    given = [f"t{i}" for i in range(max(1 + max(places), 1))]
+    count = max(1 + max(places), 1)
+    given, where = [f"t{i}" for i in range(count)], [f"a{i}" for i in range(count)]
     offsets, tail = [f"o{i}" for i in range(-min(0, *places))], [f"n{i}" for i in range(numbers)]
-    addresses = [f"a{place}" if place >= 0 else f"a0 + o{-1 - place}" for place in places]
+    addresses = [where[place] if place >= 0 else f"a0 + o{-1 - place}" for place in places]
     source = f"""
 def make(kernel, first, {", ".join([*offsets, *tail])}):
     def launch({", ".join(given)}):
@@ -178,8 +179,8 @@ def make(kernel, first, {", ".join([*offsets, *tail])}):
             return first({", ".join(given)})
         device = driver.device()
         call = kernel._known.get((launch, driver.stream(device), device, {", ".join(f"{t}.dtype" for t in given)}))
-        {"".join(f"a{t[1:]}, " for t in given)}= map(_address, ({"".join(f"{t}, " for t in given)}))
-        if call is None or ({" | ".join(f"a{t[1:]}" for t in given)}) & 15:
+        {", ".join(where)}, = map(_address, ({", ".join(given)},))
+        if call is None or ({" | ".join(where)}) & 15:
             return first({", ".join(given)})
         call({", ".join([*addresses, *tail])})
     return launch
