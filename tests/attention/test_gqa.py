@@ -403,7 +403,8 @@ def test_attention_in_one_part_is_one_variant_of_the_kernel(monkeypatch: pytest.
     def at(grid: Any, *numbers: Any, **constants: Any) -> Any:
         if constants["SPLITS"] == 1:
             least.add(constants["LEAST"])
-        return lambda *tensors: None  # what these cases compute, tests/test_parity.py looks at
+        # What these cases compute, tests/test_parity.py looks at.
+        return lambda *tensors: [torch.zeros(new.shape, dtype=new.dtype) for new in constants["makes"].values()]
 
     monkeypatch.setattr(triton._gqa_kernel, "at", at)
     triton._launches.cache_clear()

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from fastlayers.comm.layouts import Hidden
 from fastlayers.comm.padding import StepTokens
 from fastlayers.registry import LAYERS
 from fastlayers.runtime import launch
-from fastlayers.runtime.launch import Kernel
+from fastlayers.runtime.launch import Kernel, New
 from fastlayers_models.auto import AutoModel
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -152,16 +153,19 @@ class StubDriver:
     launches = 0
 
     def device(self) -> int:
-        return 0
+        return -1
 
     def stream(self, device: int) -> int:
-        return 0
+        return -1
 
     def prepare(self, compiled: Any) -> Any:
         def launched(*arguments: Any) -> None:
             StubDriver.launches += 1
 
         return launched, ()
+
+    def maker(self, new: New) -> Callable[[], torch.Tensor]:
+        return partial(torch.empty, new.shape, dtype=new.dtype)
 
 
 class StubTriton:

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
 from fastlayers.runtime import launch
-from fastlayers.runtime.launch import Kernel, fewer_stages, kernel, side_by_side
+from fastlayers.runtime.launch import Kernel, New, fewer_stages, kernel, side_by_side
 
 
 @kernel(do_not_specialize=("rows",))
@@ -39,6 +39,9 @@ class Driver:
         if compiled == "scratch":
             return None
         return lambda *arguments: self.launched.append(arguments), ()
+
+    def maker(self, new: New) -> Any:
+        return lambda: torch.zeros(new.shape, dtype=new.dtype)
 
 
 class Triton:
@@ -281,6 +284,34 @@ def test_arguments_may_lie_in_one_memory(stubbed: Any, places: tuple[int, ...]) 
     assert len(own.calls) == 1 and [t.data_ptr() for t in through[:2]] == [view.data_ptr() for view in views]
     assert [(t.dtype, t.numel()) for t in through[:2]] == [(view.dtype, view.numel()) for view in views]
     assert driver.launched == 3 * [(1, 1, 1, 70, *(view.data_ptr() for view in views), 5, 32, 1e-6, None, None)]
+
+
+@pytest.mark.parametrize(
+    ("makes", "parts"), [((1,), ()), ((0,), ()), ((0, 1), ()), ((0,), (1,)), ((1,), (0,))], ids=str
+)
+def test_a_launch_returns_what_it_makes(
+    stubbed: Any, monkeypatch: pytest.MonkeyPatch, makes: tuple[int, ...], parts: tuple[int, ...]
+) -> None:
+    made, own, driver = stubbed
+    driver.current = -1  # as a tensor says of a CPU
+    known = {place: New((3, 5 + place), (torch.float16, torch.int32)[place]) for place in makes}
+    _, [part] = side_by_side((8, torch.float32))
+    memory, given = torch.zeros(64), [torch.zeros(64) for _ in {0, 1} - {*makes, *parts}]
+    inside = None if given else [(place, part) for place in parts]
+    launched = made.at((1,), 5, 32, 1e-6, parts=inside, makes=known, BLOCK=16, FLAG=True)
+    for number in range(4):
+        found = launched(*given or [memory])
+        found = found if len(makes) > 1 else [found]
+        assert [(t.shape, t.dtype, t.is_contiguous()) for t in found] == [(*new, True) for new in known.values()]
+        addresses = [*(own.calls[0][1][:2] if not number else driver.launched[-1][4:6])]
+        addresses = [a if isinstance(a, int) else a.data_ptr() for a in addresses]
+        assert [addresses[place] for place in makes] == [t.data_ptr() for t in found]
+        assert all(addresses[place] == memory.data_ptr() for place in parts)
+    assert (len(own.calls), len(driver.launched)) == (1, 3)
+    driver.current = 1  # tensors of another device than the current one are no business of a prepared launch
+    for _ in range(2):
+        launched(*given or [memory])
+    assert (len(own.calls), len(driver.launched)) == (2, 4)
 
 
 def test_a_launch_that_does_not_fit_begins_again_with_a_buffer_less(

@@ -9,6 +9,7 @@
 
     launch = kernel.at(grid, *numbers, **constants)         once for each shape: grid and numbers are bound, too
     launch(*tensors)                        asks for the stream, dtypes and addresses, else as above
+    y = launch(*tensors)                    with makes={place: New(shape, dtype)}: what it writes is new, and returned
 
 Triton's own way to a launch binds arguments by name, compares a printed specialisation and looks at every global: on
 the host of an H200 some 50 µs, most of the time of a step that is not captured.
@@ -19,13 +20,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from math import gcd
+from math import gcd, prod
 from operator import attrgetter
 from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
 import triton
+from torch._C._dynamo import guards
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
@@ -48,6 +50,15 @@ MOST_KINDS = 128
 _COMPILING: dict[tuple[Any, ...], Lock] = {}
 _address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 _dtype = attrgetter("dtype")
+# What torch's own compiled code allocates by: neither parses arguments by name nor asks the dispatcher.
+_empty_strided: Callable[..., torch.Tensor] | None = getattr(guards, "_empty_strided_cuda", None)
+
+
+class New(NamedTuple):
+    """A contiguous tensor that a launch makes, writes and returns."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class CudaDriver:
@@ -69,6 +80,14 @@ class CudaDriver:
             return None
         how = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, compiled.packed_metadata)
         return launcher.launch, (compiled.function, *how, None, None, None)
+
+    @staticmethod
+    def maker(new: New) -> Callable[[], torch.Tensor]:
+        """Return what makes such a tensor on the current device, without values."""
+        if _empty_strided is None:
+            return partial(torch.empty, new.shape, dtype=new.dtype, device="cuda")
+        shape = tuple(new.shape)  # no torch.Size
+        return partial(_empty_strided, shape, tuple(prod(shape[i + 1 :]) for i in range(len(shape))), new.dtype)
 
 
 driver: Any = CudaDriver()
@@ -123,16 +142,6 @@ def side_by_side(*sizes: tuple[int, torch.dtype]) -> tuple[int, list[Part]]:
     return end, found
 
 
-def _with_parts(given: Sequence[torch.Tensor], parts: Sequence[tuple[int, Part | Heads]] | None) -> list[torch.Tensor]:
-    """Return all tensors of a launch; with ``parts`` the first that is given is their memory."""
-    tensors = list(given)
-    if parts is not None:
-        memory = tensors.pop(0)
-        for place, part in parts:
-            tensors.insert(place, part.view(memory))
-    return tensors
-
-
 def fewer_stages(constants: Mapping[str, Any]) -> dict[str, int] | None:
     """Return the launch options with one buffer less of what is fetched ahead, or ``None`` where there is one.
 
@@ -162,16 +171,20 @@ class Kinds(dict[tuple[Any, ...], Any]):
 
 
 @lru_cache
-def _straight(places: tuple[int, ...], numbers: int) -> Callable[..., Callable[..., None]]:
+def _straight(places: tuple[int, ...], numbers: int, makes: int) -> Callable[..., Callable[..., Any]]:
     """Return what makes the launch of :meth:`Kernel.at`, a function of straight lines.
 
-    ``places``: for each tensor of the kernel its number among the given ones, or ``-1 - part``: so many bytes behind
-    the first. Written out: collecting dtypes and addresses in loops takes half as long again as all the rest.
+    ``places``: for each tensor of the kernel its number among the given ones, which those follow that the launch
+    ``makes``, or ``-1 - part``: so many bytes behind the first. Written out: collecting dtypes and addresses in loops
+    takes half as long again as all the rest.
     """
-    count = max(1 + max(places), 1)
+    count = max(1 + max(places) - makes, 1)
     given, where = [f"t{i}" for i in range(count)], [f"a{i}" for i in range(count)]
+    made, makers = [f"y{i}" for i in range(makes)], [f"m{i}" for i in range(makes)]
     offsets, tail = [f"o{i}" for i in range(-min(0, *places))], [f"n{i}" for i in range(numbers)]
-    addresses = [where[place] if place >= 0 else f"a0 + o{-1 - place}" for place in places]
+    of_all = [*where, *(f"_address({y})" for y in made)]
+    addresses = [of_all[place] if place >= 0 else f"a0 + o{-1 - place}" for place in places]
+    known = ", ".join(["call", *makers])
     source = f"""
 def make(kernel, first, {", ".join([*offsets, *tail])}):
     def launch({", ".join(given)}):
@@ -180,15 +193,18 @@ def make(kernel, first, {", ".join([*offsets, *tail])}):
         device = driver.device()
         call = kernel._known.get((launch, driver.stream(device), device, {", ".join(f"{t}.dtype" for t in given)}))
         {", ".join(where)}, = map(_address, ({", ".join(given)},))
-        if call is None or ({" | ".join(where)}) & 15:
+        if call is None or ({" | ".join(where)}) & 15{" or t0.get_device() != device" if makes else ""}:
             return first({", ".join(given)})
+        {f"{known} = call" if makes else ""}
+        {"; ".join(f"{y} = {m}()" for y, m in zip(made, makers, strict=True))}
         call({", ".join([*addresses, *tail])})
+        {f"return {', '.join(made)}" if makes else ""}
     return launch
 """
     found: dict[str, Any] = {}
     exec(compile(source, f"<{__name__}>", "exec"), globals(), found)
-    made: Callable[..., Callable[..., None]] = found["make"]
-    return made
+    made_of: Callable[..., Callable[..., Any]] = found["make"]
+    return made_of
 
 
 class Kernel:
@@ -272,23 +288,30 @@ class Kernel:
         grid: tuple[int, ...],
         *numbers: float,
         parts: Sequence[tuple[int, Part | Heads]] | None = None,
+        makes: Mapping[int, New] | None = None,
         **constants: Any,
-    ) -> Callable[..., None]:
+    ) -> Callable[..., Any]:
         """Return the kernel with its constants, grid and numbers, called with the tensors alone.
 
-        With ``parts``, each with its place among the arguments, the first tensor is what they are parts of.
+        With ``parts``, each with its place among the arguments, the first tensor is what they are parts of. What it
+        ``makes``, by places in rising order, is not given but returned: a tensor, or a tuple of several.
         """
-        bound, places = self.bind(**constants), tuple(range(self._tensors))
+        bound, new, taken = self.bind(**constants), makes or {}, {}
         offsets: tuple[int, ...] = ()
         if parts is not None:
-            taken = {place: number for number, (place, _) in enumerate(parts)}
-            given = iter(range(1, self._tensors + 1))
-            places = tuple(-1 - taken[place] if place in taken else next(given) for place in places)
+            taken = {place: -1 - number for number, (place, _) in enumerate(parts)}
             offsets = tuple(part.offset for _, part in parts)
+        rest = [place for place in range(self._tensors) if place not in taken and place not in new]
+        order = [*([None] if parts is not None else []), *rest, *new]
+        places = tuple(taken[place] if place in taken else order.index(place) for place in range(self._tensors))
 
-        def first(*given: torch.Tensor) -> None:
+        def first(*given: torch.Tensor) -> Any:
             """Launch what was not launched with such tensors yet, or is not prepared."""
-            tensors = _with_parts(given, parts)
+            placed = {place: given[0].new_empty(each.shape, dtype=each.dtype) for place, each in new.items()}
+            made = [*placed.values()]
+            placed |= {place: part.view(given[0]) for place, part in parts or ()}
+            placed |= zip(rest, given if parts is None else given[1:], strict=True)
+            tensors = [placed[place] for place in range(self._tensors)]
             bound(grid, *tensors, *numbers)
             if self.prepared and not (_LISTENERS[0] or _LISTENERS[1]):
                 device = driver.device()
@@ -296,9 +319,11 @@ class Kernel:
                 if held is not None:
                     stream = driver.stream(device)
                     call = partial(held.call, *grid, *_ONES[len(grid)], stream, *held.options)
-                    self._known[launch, stream, device, *map(_dtype, given)] = call
+                    ready = (call, *map(driver.maker, new.values())) if new else call
+                    self._known[launch, stream, device, *map(_dtype, given)] = ready
+            return None if not made else made[0] if len(made) == 1 else tuple(made)
 
-        launch = _straight(places, len(numbers) + len(self._constants))(
+        launch = _straight(places, len(numbers) + len(self._constants), len(new))(
             self, first, *offsets, *numbers, *self._constants
         )
         return launch

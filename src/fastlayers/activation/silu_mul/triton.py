@@ -12,7 +12,7 @@ import triton.language as tl
 from fastlayers.activation.silu_mul.layer import SiluMulConfig, empty_output
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import operator
-from fastlayers.runtime.launch import kernel
+from fastlayers.runtime.launch import New, kernel
 from fastlayers.triton_lang import INTERPRET, await_inputs, cast, dependent_launch, release_dependents
 
 BLOCK = 1024
@@ -54,12 +54,13 @@ def _silu_mul_kernel(x_ptr, y_ptr, x_stride, size, BLOCK: tl.constexpr, PDL: tl.
 
 
 @lru_cache(maxsize=4096)
-def _launch(rows: int, size: int, stride: int, device: torch.device) -> Callable[..., None]:
+def _launch(rows: int, size: int, stride: int, dtype: torch.dtype, device: torch.device) -> Callable[..., torch.Tensor]:
     """Return what launches rows of one shape."""
     block = min(BLOCK, next_power_of_2(size))
     return _silu_mul_kernel.at(  # type: ignore[no-any-return]
-        (rows, cdiv(size, block)), stride, size, BLOCK=block, num_warps=max(1, block // 256), **dependent_launch(device)
-    )
+        (rows, cdiv(size, block)), stride, size, makes={1: New((rows, size), dtype)}, BLOCK=block,
+        num_warps=max(1, block // 256), **dependent_launch(device),
+    )  # fmt: skip
 
 
 @operator("silu_mul", empty_output)
@@ -67,9 +68,9 @@ def _silu_mul(x: torch.Tensor) -> torch.Tensor:
     shape = x.shape
     rows = x if len(shape) == 2 else x.reshape(-1, shape[-1])
     count, size = rows.shape[0], shape[-1] // 2
-    y = x.new_empty(count, size)
-    if count and size:
-        _launch(count, size, rows.stride()[0], x.device)(rows, y)
+    if not count or not size:
+        return empty_output(x)
+    y = _launch(count, size, rows.stride()[0], x.dtype, x.device)(rows)
     return y if rows is x else y.view(*shape[:-1], size)
 
 

@@ -22,7 +22,7 @@ from fastlayers.attention.gqa.triton_softmax import LN2, LOG2E, add_sink, attend
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import operator
-from fastlayers.runtime.launch import kernel
+from fastlayers.runtime.launch import New, kernel
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
 # Two programs a multiprocessor of a large GPU; a constant, so that results do not depend on the GPU.
@@ -251,14 +251,22 @@ def _fake(
 def _launches(
     shape: tuple[int, ...], strides: tuple[int, ...], kv_heads: int, tiles: int, each: int, requests: int,
     table_row: int, scale: float, softcap: float, page: int, window: int, sinks: bool, tree: bool, causal: bool,
-    splits: int, least: int, block_m: int, block_n: int, block_b: int, warps: int, stages: int, device: torch.device,
-) -> tuple[Callable[..., None], Callable[..., None]]:  # fmt: skip
-    """Return what launches the attention of one shape, and what adds its splits."""
+    splits: int, least: int, block_m: int, block_n: int, block_b: int, warps: int, stages: int, dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Callable[..., tuple[torch.Tensor, ...]], Callable[..., None]]:  # fmt: skip
+    """Return what launches the attention of one shape, and what adds its splits.
+
+    The first makes ``o`` and ``lse``, and those of its splits.
+    """
     (tokens, heads, head_dim), launch = shape, dependent_launch(device)
     shared = {"HEADS": heads, "HEAD_DIM": head_dim, "SINKS": sinks, "SPLITS": splits} | launch
     shared["BLOCK_D"] = max(16, next_power_of_2(head_dim))
+    makes = {4: New(shape, dtype), 5: New(shape[:2], torch.float32)}
+    if splits > 1:
+        makes |= {6: New((tokens, heads, splits, head_dim), torch.float32)}
+        makes |= {7: New((tokens, heads, splits + 1), torch.float32)}
     attend = _gqa_kernel.at(
-        (tiles, kv_heads * splits, each), *strides[:2], table_row, scale, softcap, requests,
+        (tiles, kv_heads * splits, each), *strides[:2], table_row, scale, softcap, requests, makes=makes,
         **shared, KV_HEADS=kv_heads, PAGE=page, WINDOW=window, SOFTCAP=softcap > 0, TREE=tree, CAUSAL=causal,
         LEAST=least, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_B=block_b, num_warps=warps, num_stages=stages,
     )  # fmt: skip
@@ -275,31 +283,25 @@ def _gqa(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     shape, kv_heads, requests = q.shape, k_cache.shape[2], seq_lens.shape[0]
     tokens, heads, head_dim = shape
-    o, lse = q.new_empty(tokens, heads, head_dim), q.new_empty(tokens, heads, dtype=torch.float32)
     if not tokens or not requests:
-        return o, lse
+        return q.new_empty(tokens, heads, head_dim), q.new_empty(tokens, heads, dtype=torch.float32)
     tiles, each = cdiv(max_query_len * (heads // kv_heads), block_m), requests
     if packed:
         # Each request but one may begin a tile that it does not fill.
         tiles, each = cdiv(tokens * (heads // kv_heads), block_m) + requests - 1, 1
     splits, least = _parts(tiles * kv_heads * each, max_query_len, max_seq_len, heads // kv_heads, window)
-    part, part_lse = o, lse
-    if splits > 1:
-        part = q.new_empty(tokens, heads, splits, head_dim, dtype=torch.float32)
-        part_lse = q.new_empty(tokens, heads, splits + 1, dtype=torch.float32)
     logits = q if sinks is None else sinks
     attend, reduce = _launches(
         shape, q.stride(), kv_heads, tiles, each, requests, page_table.stride()[0], scale, softcap, page_size, window,
         sinks is not None, tree is not None, causal, splits, least, block_m, block_n,
-        next_power_of_2(requests) if packed else 0, warps, stages, q.device,
+        next_power_of_2(requests) if packed else 0, warps, stages, q.dtype, q.device,
     )  # fmt: skip
-    masks = positions if tree is None else tree
-    attend(
-        q, k_cache, v_cache, logits, o, lse, part, part_lse, page_table, seq_lens, starts, cu_seqlens_q, masks,
-        positions,
-    )  # fmt: skip
-    if splits > 1:
-        reduce(part, part_lse, logits, o, lse)
+    step = page_table, seq_lens, starts, cu_seqlens_q, positions if tree is None else tree, positions
+    if splits == 1:  # what stands for the splits' is not read
+        o, lse = attend(q, k_cache, v_cache, logits, q, q, *step)
+        return o, lse
+    o, lse, part, part_lse = attend(q, k_cache, v_cache, logits, *step)
+    reduce(part, part_lse, logits, o, lse)
     return o, lse
 
 

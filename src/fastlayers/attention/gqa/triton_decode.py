@@ -23,7 +23,7 @@ from fastlayers.attention.gqa.launch_config import FUSED_SPLITS, blocks_of, comb
 from fastlayers.attention.gqa.triton_softmax import LN2, LOG2E, add_sink
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.operators import operator
-from fastlayers.runtime.launch import kernel
+from fastlayers.runtime.launch import New, kernel
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, dot, release_dependents
 
 
@@ -321,10 +321,17 @@ class Counters:
 def _launches(
     shape: tuple[int, ...], strides: tuple[int, ...], requests: int, each: int, kv_heads: int, table_row: int,
     scale: float, softcap: float, page: int, window: int, sinks: bool, splits: int, wanted: int, block_n: int,
-    min_keys: int, max_keys: int, warps: int, stages: int, device: torch.device,
-) -> tuple[Callable[..., None], Callable[..., None]]:  # fmt: skip
-    """Return what launches the attention of one shape, and what combines its splits."""
+    min_keys: int, max_keys: int, warps: int, stages: int, dtype: torch.dtype, device: torch.device,
+) -> tuple[Callable[..., tuple[torch.Tensor, ...]], Callable[..., None]]:  # fmt: skip
+    """Return what launches the attention of one shape, and what combines its splits.
+
+    The first makes ``o`` and ``lse``, and those of its splits.
+    """
     _, heads, head_dim = shape
+    makes = {4: New(shape, dtype), 5: New(shape[:2], torch.float32)}
+    if splits > 1:
+        rows = requests * each * heads * splits
+        makes |= {6: New((rows, head_dim), torch.float32), 7: New((rows,), torch.float32)}
     blocks = blocks_of(heads // kv_heads, each, head_dim, splits)
     shared = {
         "HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "EACH": each, "WINDOW": window, "SINKS": sinks,
@@ -334,7 +341,7 @@ def _launches(
     }  # fmt: skip
     attend = _decode_kernel.at(
         (kv_heads, requests, splits), *strides[:2], table_row, splits, wanted, scale, softcap,
-        PAGE=page, SOFTCAP=softcap > 0, SPLIT=splits > 1, FUSED=splits <= FUSED_SPLITS, **shared, **blocks,
+        makes=makes, PAGE=page, SOFTCAP=softcap > 0, SPLIT=splits > 1, FUSED=splits <= FUSED_SPLITS, **shared, **blocks,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     at_once = combine_block(splits, blocks["BLOCK_D"])
@@ -366,21 +373,21 @@ def gqa_decode(
     """
     shape, kv_heads, requests = q.shape, k_cache.shape[2], seq_lens.shape[0]
     tokens, heads, head_dim = shape
-    o, lse = q.new_empty(tokens, heads, head_dim), q.new_empty(tokens, heads, dtype=torch.float32)
     if not tokens or not requests:
-        return o, lse
+        return q.new_empty(tokens, heads, head_dim), q.new_empty(tokens, heads, dtype=torch.float32)
     keys = min(max_seq_len, window + each - 1) if window else max_seq_len
     splits, wanted = splits_of(requests * kv_heads, keys, programs, min_keys, max_keys)
     logits = q if sinks is None else sinks
-    part, part_lse = o, lse
-    if splits > 1:
-        part = q.new_empty(requests * each * heads * splits, head_dim, dtype=torch.float32)
-        part_lse = q.new_empty(requests * each * heads * splits, dtype=torch.float32)
     attend, combine = _launches(
         shape, q.stride(), requests, each, kv_heads, page_table.stride()[0], scale, softcap, page_size, window,
-        sinks is not None, splits, wanted, block_n, min_keys, max_keys, warps, stages, q.device,
+        sinks is not None, splits, wanted, block_n, min_keys, max_keys, warps, stages, q.dtype, q.device,
     )  # fmt: skip
-    attend(q, k_cache, v_cache, logits, o, lse, part, part_lse, counters, page_table, seq_lens, starts, cu_seqlens_q)
+    if splits == 1:  # what stands for the splits' is not read
+        o, lse = attend(q, k_cache, v_cache, logits, q, q, counters, page_table, seq_lens, starts, cu_seqlens_q)
+        return o, lse
+    o, lse, part, part_lse = attend(
+        q, k_cache, v_cache, logits, counters, page_table, seq_lens, starts, cu_seqlens_q
+    )  # fmt: skip
     if splits > FUSED_SPLITS:
         combine(part, part_lse, logits, o, lse, seq_lens, starts, cu_seqlens_q)
     return o, lse

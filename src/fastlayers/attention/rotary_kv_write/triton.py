@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -14,7 +15,7 @@ from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import nothing, operator
 from fastlayers.rotary.triton import angles
-from fastlayers.runtime.launch import Heads, Kinds, kernel
+from fastlayers.runtime.launch import Heads, Kinds, New, kernel
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
 # Of one program: enough to share the load of cos and sin, few enough to fill a GPU at decode.
@@ -164,9 +165,12 @@ def _blocks(
 def _launch(
     q_shape: tuple[int, ...], kv_heads: int, v_head_dim: int, numbers: tuple[int, ...], eps: float | None,
     rotary_dim: int, interleaved_in: bool, interleaved_out: bool, section: tuple[int, ...], alternate: bool,
-    device: torch.device, parts: tuple[tuple[int, Heads], ...] | None = None,
-) -> Callable[..., None]:  # fmt: skip
-    """Return what launches one shape; ``numbers``: the kernel's, up to the positions' stride."""
+    device: torch.device, parts: tuple[tuple[int, Heads], ...] | None = None, turned: torch.dtype | None = None,
+) -> Callable[..., Any]:  # fmt: skip
+    """Return what launches one shape; ``numbers``: the kernel's, up to the positions' stride.
+
+    With a dtype of the ``turned`` queries it makes them.
+    """
     tokens, heads, head_dim = q_shape
     blocks = _blocks(
         heads, kv_heads, head_dim, v_head_dim, rotary_dim, interleaved_in, interleaved_out, eps is not None
@@ -174,7 +178,8 @@ def _launch(
     sections = dict(zip(("SECTION_T", "SECTION_H", "SECTION_W"), section or (0, 0, 0), strict=True))
     return _rotary_kv_write_kernel.at(  # type: ignore[no-any-return]
         (tokens * (blocks["Q_BLOCKS"] + blocks["KV_BLOCKS"]),), *numbers, heads, kv_heads, eps or 0.0,
-        parts=parts, **blocks, **sections, ALTERNATE=alternate, **dependent_launch(device), num_warps=4,
+        parts=parts, makes=None if turned is None else {6: New(q_shape, turned)}, **blocks, **sections,
+        ALTERNATE=alternate, **dependent_launch(device), num_warps=4,
     )  # fmt: skip
 
 
@@ -240,9 +245,8 @@ class TritonRotaryKVWrite:
             shape, qkv.stride(), qkv.dtype, keys.stride(), values.stride(), cos.shape, positions.stride(), qkv.device,
         )  # fmt: skip
         launch = self._ready.get(kind) or self._ready.keep(kind, self._launch(*kind))
-        turned = qkv.new_empty(shape[0], self.cfg.num_heads, shape[2])
-        launch(
-            qkv, cos, sin, positions, turned, keys, values, loc, cos if q_weight is None else q_weight,
+        turned: torch.Tensor = launch(
+            qkv, cos, sin, positions, keys, values, loc, cos if q_weight is None else q_weight,
             cos if k_weight is None else k_weight,
         )  # fmt: skip
         return turned
@@ -250,7 +254,7 @@ class TritonRotaryKVWrite:
     def _launch(
         self, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, keys: tuple[int, ...],
         values: tuple[int, ...], table: torch.Size, positions: tuple[int, ...], device: torch.device,
-    ) -> Callable[..., None]:  # fmt: skip
+    ) -> Callable[..., torch.Tensor]:  # fmt: skip
         """Return what launches heads side by side of one kind; of keys, values and positions the strides."""
         tokens, _, width = shape
         heads, kv_heads, (eps, dim, first, second, section, alternate) = (
@@ -264,5 +268,5 @@ class TritonRotaryKVWrite:
         )
         return _launch(
             (tokens, heads, width), kv_heads, width, numbers, eps, dim, first, second,
-            tuple(section) if len(positions) == 2 else (), alternate, device, parts,
+            tuple(section) if len(positions) == 2 else (), alternate, device, parts, dtype,
         )  # fmt: skip

@@ -20,7 +20,7 @@ from fastlayers.linear.dense.layer import LinearConfig
 from fastlayers.linear.dense.triton_vector import vector_kernel
 from fastlayers.linear.triton_gemm import TARGET_PROGRAMS, Tile, add_splits_kernel, tile_for, tile_origin
 from fastlayers.operators import operator
-from fastlayers.runtime.launch import Kinds, kernel
+from fastlayers.runtime.launch import Kinds, New, kernel
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, dot, release_dependents
 
 MAX_VECTOR_ROWS = 4
@@ -142,28 +142,28 @@ PARAMETERS = ("VECTOR", "BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLITS", "num_warps", 
 
 
 class _Launches(NamedTuple):
-    """The product of one shape, and what adds its splits."""
+    """The product of one shape, and what adds its splits where it has some."""
 
-    splits: int
-    product: Callable[..., None]
-    add_splits: Callable[..., None]
+    product: Callable[..., torch.Tensor]
+    add_splits: Callable[..., torch.Tensor] | None
 
 
 @lru_cache(maxsize=4096)
 def _launches(
-    m: int, n: int, k: int, x_stride: int, weight_stride: int, dtype: torch.dtype, bias: bool,
+    m: int, n: int, k: int, x_stride: int, weight_stride: int, dtype: torch.dtype, bias: bool, out_dtype: torch.dtype,
     config: tuple[int, ...], device: torch.device,
 ) -> _Launches:  # fmt: skip
     c, launch = dict(zip(PARAMETERS, config, strict=True)) if config else {}, dependent_launch(device)
     if not c or not serves(c, m):
         c = rule(m, n, k, dtype)
-    numbers = m, n, k, x_stride, weight_stride
+    numbers, y = (m, n, k, x_stride, weight_stride), New((m, n), out_dtype)
     sizes = {"HAS_BIAS": bias, "EVEN_K": k % c["BLOCK_K"] == 0, "BLOCK_N": c["BLOCK_N"], "BLOCK_K": c["BLOCK_K"]}
     if c["VECTOR"]:
         blocks = cdiv(k, c["BLOCK_K"])
         product = vector_kernel.at(
             (cdiv(n, c["BLOCK_N"]),),
             *numbers,
+            makes={3: y},
             **sizes,
             BLOCKS=blocks,
             AHEAD=min(blocks, max(1, c["AHEAD"])),
@@ -171,16 +171,20 @@ def _launches(
             num_warps=c["num_warps"],
             **launch,
         )
-        return _Launches(1, product, product)
+        return _Launches(product, None)
     tile = Tile(c["BLOCK_M"], c["BLOCK_N"], c["num_warps"], c["num_stages"], c["SPLITS"])
+    partial = New((tile.splits, m, n), torch.float32)
     product = _linear_kernel.at(
-        tile.grid(m, n), *numbers,
+        tile.grid(m, n), *numbers, makes={3: y if tile.splits == 1 else partial},
         **sizes, SPLITS=tile.splits, BLOCK_M=tile.m, num_warps=tile.warps, num_stages=tile.stages, **launch,
     )  # fmt: skip
+    if tile.splits == 1:
+        return _Launches(product, None)
     add_splits = add_splits_kernel.at(
-        (m, cdiv(n, 1024)), m, n, SPLITS=tile.splits, HAS_BIAS=bias, ROUND_BEFORE_BIAS=False, BLOCK=1024, **launch
-    )
-    return _Launches(tile.splits, product, add_splits)
+        (m, cdiv(n, 1024)), m, n, makes={2: y},
+        SPLITS=tile.splits, HAS_BIAS=bias, ROUND_BEFORE_BIAS=False, BLOCK=1024, **launch,
+    )  # fmt: skip
+    return _Launches(product, add_splits)
 
 
 def _fake(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
@@ -196,24 +200,16 @@ def _linear(
     (m, k), n = x.shape, weight.shape[0]
     if m == 0:
         return x.new_empty(m, n, dtype=out_dtype)
-    launches = _launches(m, n, k, x.stride()[0], weight.stride()[0], x.dtype, bias is not None, tuple(config), x.device)
-    return _run(launches, x, weight, bias, m, n, out_dtype)
+    strides = x.stride()[0], weight.stride()[0]
+    launches = _launches(m, n, k, *strides, x.dtype, bias is not None, out_dtype, tuple(config), x.device)
+    return _run(launches, x, weight, bias)
 
 
-def _run(
-    launches: _Launches, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, m: int, n: int,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
-    splits, product, add_splits = launches
-    y = x.new_empty(m, n, dtype=out_dtype)
-    addend = y if bias is None else bias
-    if splits == 1:
-        product(x, weight, addend, y)
-        return y
-    parts = x.new_empty(splits, m, n, dtype=torch.float32)
-    product(x, weight, addend, parts)
-    add_splits(parts, addend, y)
-    return y
+def _run(launches: _Launches, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    product, add_splits = launches
+    addend = weight if bias is None else bias
+    y = product(x, weight, addend)
+    return y if add_splits is None else add_splits(y, addend)
 
 
 class TritonLinear:
@@ -237,10 +233,12 @@ class TritonLinear:
                 found = self._ready.get(kind)
                 if found is None and m and x.stride()[1] == 1:
                     strides = x.stride()[0], weight.stride()[0]
-                    found = _launches(m, n, k, *strides, x.dtype, bias is not None, tuple(self.config), x.device)
+                    found = _launches(
+                        m, n, k, *strides, x.dtype, bias is not None, self.out_dtype, tuple(self.config), x.device
+                    )
                     self._ready.keep(kind, found)
                 if found is not None:
-                    return _run(found, x, weight, bias, m, n, self.out_dtype)
+                    return _run(found, x, weight, bias)
             y: torch.Tensor = _linear(x, weight, bias, self.out_dtype, self.config)
             return y
         y = _linear(x.reshape(-1, x.shape[-1]), weight, bias, self.out_dtype, self.config)

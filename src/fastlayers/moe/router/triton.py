@@ -17,7 +17,7 @@ import triton.language as tl
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.router.layer import GROUP_SCORES, MASKED_SCORES, SCORINGS, WEIGHTS_DTYPES, RouterConfig
 from fastlayers.operators import operator
-from fastlayers.runtime.launch import Kinds, kernel
+from fastlayers.runtime.launch import Kinds, New, kernel
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
 # More tokens are a matrix product.
@@ -68,14 +68,15 @@ def _fake_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 @lru_cache(maxsize=4096)
 def _launch_logits(
-    tokens: int, hidden: int, experts: int, stride: int, bias: bool, device: torch.device
-) -> Callable[..., None]:
+    tokens: int, hidden: int, experts: int, stride: int, bias: bool, dtype: torch.dtype, device: torch.device
+) -> Callable[..., torch.Tensor]:
     """Return what launches the logits of one shape."""
     block_d, each = next_power_of_2(hidden), 1 if tokens <= 4 else 4
     block_e = 1 if block_d >= 4096 else 2
     return _logits_kernel.at(  # type: ignore[no-any-return]
         (cdiv(experts, block_e), cdiv(tokens, each)), tokens, hidden, experts, stride,
-        HAS_BIAS=bias, TOKENS=each, BLOCK_E=block_e, BLOCK_D=block_d, num_warps=4, **dependent_launch(device),
+        makes={3: New((tokens, experts), dtype)}, HAS_BIAS=bias, TOKENS=each, BLOCK_E=block_e, BLOCK_D=block_d,
+        num_warps=4, **dependent_launch(device),
     )  # fmt: skip
 
 
@@ -84,11 +85,11 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     """Return ``x @ weight^T + bias`` of a few tokens, fp32 (``wide``) or in the dtype of ``x``."""
     (tokens, hidden), experts = x.shape, weight.shape[0]
     x = x if x.stride()[1] == 1 else x.contiguous()
-    z = x.new_empty(tokens, experts, dtype=torch.float32) if wide else x.new_empty(tokens, experts)
-    if tokens:
-        launch = _launch_logits(tokens, hidden, experts, x.stride()[0], bias is not None, x.device)
-        launch(x, weight, x if bias is None else bias, z)
-    return z
+    dtype = torch.float32 if wide else x.dtype
+    if not tokens:
+        return x.new_empty(tokens, experts, dtype=dtype)
+    launch = _launch_logits(tokens, hidden, experts, x.stride()[0], bias is not None, dtype, x.device)
+    return launch(x, weight, x if bias is None else bias)
 
 
 @triton.jit
@@ -333,13 +334,14 @@ def _launch(
     tokens: int, experts: int, stride: int, top_k: int, scoring: int, groups: int, topk_groups: int, top2: bool,
     mask_zero: bool, renormalize: bool, eps: float, factor: float, rounded: int, bias: bool, valid: bool,
     device: torch.device,
-) -> Callable[..., None]:  # fmt: skip
-    """Return what launches the router of one shape."""
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
+    """Return what launches the router of one shape: weights and ids."""
     size = experts // groups
     block_g, block_s = next_power_of_2(groups), next_power_of_2(size)
     rows, warps = _rows_and_warps(tokens, groups, size, stride, top_k, scoring, bias)
     return _router_kernel.at(  # type: ignore[no-any-return]
         (cdiv(tokens, rows),), tokens, stride, eps, factor,
+        makes={3: New((tokens, top_k), torch.float32), 4: New((tokens, top_k), torch.int32)},
         GROUPS=groups, GROUP_SIZE=size, TOPK_GROUPS=topk_groups, TOP_K=top_k, SCORING=scoring, TOP2=top2,
         MASK_ZERO=mask_zero, HAS_BIAS=bias, HAS_VALID=valid, RENORMALIZE=renormalize, ROUND=rounded, ROWS=rows,
         BLOCK_G=block_g, BLOCK_S=block_s, BLOCK_K=next_power_of_2(top_k),
@@ -354,15 +356,14 @@ def _router(
     rounded: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     tokens, experts = logits.shape
-    weights, ids = _empty(logits, top_k)
+    if not tokens:
+        return _empty(logits, top_k)
     logits = logits if logits.stride()[1] == 1 else logits.contiguous()
-    if tokens:
-        launch = _launch(
-            tokens, experts, logits.stride()[0], top_k, scoring, groups, topk_groups, top2, mask_zero, renormalize, eps,
-            factor, rounded, bias is not None, num_valid is not None, logits.device,
-        )  # fmt: skip
-        launch(logits, logits if bias is None else bias, ids if num_valid is None else num_valid, weights, ids)
-    return weights, ids
+    launch = _launch(
+        tokens, experts, logits.stride()[0], top_k, scoring, groups, topk_groups, top2, mask_zero, renormalize, eps,
+        factor, rounded, bias is not None, num_valid is not None, logits.device,
+    )  # fmt: skip
+    return launch(logits, logits if bias is None else bias, logits if num_valid is None else num_valid)
 
 
 class TritonRouter:
@@ -393,28 +394,28 @@ class TritonRouter:
         found = self._ready.get(kind) or self._ready.keep(
             kind, self._launches(x, weight, bias, dtype, correction, num_valid)
         )
-        tokens, experts, out, compute, choose = found
-        if not tokens:
+        compute, choose = found
+        if compute is None:
             return None
-        z = x.new_empty(tokens, experts, dtype=out)
-        weights = x.new_empty(tokens, self.arguments[0], dtype=torch.float32)
-        ids = x.new_empty(tokens, self.arguments[0], dtype=torch.int32)
-        compute(x, weight, x if bias is None else bias, z)
-        choose(z, z if correction is None else correction, ids if num_valid is None else num_valid, weights, ids)
-        return weights, ids
+        z = compute(x, weight, x if bias is None else bias)
+        chosen: tuple[torch.Tensor, torch.Tensor] = choose(
+            z, z if correction is None else correction, z if num_valid is None else num_valid
+        )
+        return chosen
 
     def _launches(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype | None,
         correction: torch.Tensor | None, num_valid: torch.Tensor | None,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """Return tokens, experts and the logits' dtype, and what launches these and the choice; no tokens: neither."""
+        """Return what launches the logits and the choice; no tokens: neither."""
         (tokens, hidden), experts = x.shape, weight.shape[0]
         if not tokens or not self._takes(x, weight, bias) or x.stride()[1] != 1:
-            return 0, experts, dtype, None, None
-        compute = _launch_logits(tokens, hidden, experts, x.stride()[0], bias is not None, x.device)
+            return None, None
+        out = torch.float32 if dtype is torch.float32 else x.dtype
+        compute = _launch_logits(tokens, hidden, experts, x.stride()[0], bias is not None, out, x.device)
         valid = num_valid is not None
         choose = _launch(tokens, experts, experts, *self.arguments, correction is not None, valid, x.device)
-        return tokens, experts, torch.float32 if dtype is torch.float32 else x.dtype, compute, choose
+        return compute, choose
 
     @staticmethod
     def _takes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -13,7 +14,7 @@ from fastlayers.norm.rms_norm.coded import coded_norm
 from fastlayers.norm.rms_norm.layer import ROUNDINGS, RMSNormConfig, empty_outputs
 from fastlayers.operators import operator
 from fastlayers.quant.coded_rows import CodedRows
-from fastlayers.runtime.launch import Kinds, kernel
+from fastlayers.runtime.launch import Kinds, New, kernel
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
 
@@ -49,13 +50,13 @@ def _rms_norm_kernel(
 @lru_cache(maxsize=4096)
 def _launch(
     rows: int, hidden_size: int, x_stride: int, residual_stride: int | None, eps: float, rounding: int,
-    device: torch.device,
-) -> Callable[..., None]:  # fmt: skip
-    """Return what launches rows of one shape."""
-    block = next_power_of_2(hidden_size)
+    dtype: torch.dtype, device: torch.device,
+) -> Callable[..., Any]:  # fmt: skip
+    """Return what launches rows of one shape: ``y``, and with a residual the sum."""
+    block, y = next_power_of_2(hidden_size), New((rows, hidden_size), dtype)
     stride = x_stride if residual_stride is None else residual_stride
-    return _rms_norm_kernel.at(  # type: ignore[no-any-return]
-        (rows,), x_stride, stride, hidden_size, eps,
+    return _rms_norm_kernel.at(
+        (rows,), x_stride, stride, hidden_size, eps, makes={3: y} if residual_stride is None else {3: y, 4: y},
         ROUNDING=rounding, HAS_RESIDUAL=residual_stride is not None, BLOCK=block,
         num_warps=min(16, max(1, block // 512)), **dependent_launch(device),
     )  # fmt: skip
@@ -67,17 +68,16 @@ def _rms_norm(
 ) -> list[torch.Tensor]:
     shape = x.shape
     rows = x if len(shape) == 2 else x.reshape(-1, shape[-1])
-    y = torch.empty_like(rows)  # contiguous: rows that lie apart are not kept apart
     count, hidden_size = rows.shape
+    if not count:
+        return empty_outputs(x, weight, residual, eps, rounding)
     if residual is None:
-        if count:
-            launch = _launch(count, hidden_size, rows.stride()[0], None, eps, rounding, x.device)
-            launch(rows, rows, weight, y, y)
+        launch = _launch(count, hidden_size, rows.stride()[0], None, eps, rounding, x.dtype, x.device)
+        y = launch(rows, rows, weight, rows)
         return [y if rows is x else y.view(shape)]
-    other, summed = residual if rows is x else residual.reshape(-1, hidden_size), torch.empty_like(y)
-    if count:
-        launch = _launch(count, hidden_size, rows.stride()[0], other.stride()[0], eps, rounding, x.device)
-        launch(rows, other, weight, y, summed)
+    other = residual if rows is x else residual.reshape(-1, hidden_size)
+    launch = _launch(count, hidden_size, rows.stride()[0], other.stride()[0], eps, rounding, x.dtype, x.device)
+    y, summed = launch(rows, other, weight)
     return [y, summed] if rows is x else [y.view(shape), summed.view(shape)]
 
 
@@ -95,14 +95,14 @@ class TritonRMSNorm:
         """Return ``(y, new_residual)``, both new contiguous tensors of ``x``'s dtype."""
         if residual is not None and _rms_norm.unwatched(x, weight, residual):
             shape = x.shape
-            kind = shape, x.stride(), residual.stride(), x.device
+            kind = shape, x.stride(), residual.stride(), x.dtype, x.device
             launch = self._ready.get(kind)
             if launch is None and len(shape) == 2 and shape[0]:
                 strides = x.stride()[0], residual.stride()[0]
-                launch = self._ready.keep(kind, _launch(*shape, *strides, self.eps, self.rounding, x.device))
+                launch = self._ready.keep(kind, _launch(*shape, *strides, self.eps, self.rounding, x.dtype, x.device))
             if launch is not None:
-                y, summed = torch.empty_like(x), torch.empty_like(x)
-                launch(x, residual, weight, y, summed)
+                y: torch.Tensor
+                y, summed = launch(x, residual, weight)
                 return y, summed
         found = _rms_norm(x, weight, residual, self.eps, self.rounding)
         return found[0], None if residual is None else found[1]
