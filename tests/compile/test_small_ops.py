@@ -87,11 +87,11 @@ def test_several_tokens_a_program_compile_for_other_cards(capability: int) -> No
         assert f"sm_{capability}" in compiled_for(other, capability).asm["ptx"]
 
 
-def rotary(dim: int, tokens: int) -> KernelBuild:
-    """Return the launch for so many tokens with 32 and 8 heads."""
-    cfg = RotaryConfig(dim, dim)
+def rotary(dim: int, tokens: int, heads: tuple[int, int] = (32, 8), interleaved: bool = False) -> KernelBuild:
+    """Return the launch for so many tokens."""
+    cfg = RotaryConfig(dim, dim, interleaved)
     shape = {
-        "num_tokens": tokens, "heads": (32, 8), "dtype": torch.bfloat16, "width": dim, "max_position": 64, "axes": 1,
+        "num_tokens": tokens, "heads": heads, "dtype": torch.bfloat16, "width": dim, "max_position": 64, "axes": 1,
         "positions": torch.int64,
     }  # fmt: skip
     with recording() as recorder:
@@ -107,3 +107,16 @@ def test_angles_of_a_few_tokens_pass_through_no_shared_memory(dim: int, tile: bo
     assert build.constexprs["TILE"] is tile and not rotary(dim, FEW + 1).constexprs["TILE"]
     compiled = compiled_for(build)
     assert compiled.metadata.shared == 0 and "bar." not in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize(("tokens", "heads", "warps"), [(1, 8, 1), (FEW, 8, 1), (FEW + 1, 32, 8), (128, 32, 8)])
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_programs_of_many_heads(tokens: int, heads: int, warps: int, interleaved: bool) -> None:
+    """DeepSeek-V3's: nothing passes through shared memory, and a thread's values stay in registers."""
+    build = rotary(64, tokens, (128, 1), interleaved)
+    assert (build.constexprs["HEADS"], build.num_warps, build.constexprs["TILE"]) == (heads, warps, warps == 1)
+    report, ptx = compile_for(build), compiled_for(build).asm["ptx"]
+    assert (report.spills, report.shared) == (0, 0) and report.registers <= 48 and "bar." not in ptx
+    # Where all programs cannot run at once anyway, and with the heads of other models, as before.
+    for other, usual in ((rotary(64, 129, (128, 1), interleaved), 32), (rotary(64, tokens, (64, 8)), min(heads, 32))):
+        assert (other.constexprs["HEADS"], other.num_warps, other.constexprs["TILE"]) == (usual, 2, False)

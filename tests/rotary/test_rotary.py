@@ -19,6 +19,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 
 from fastlayers.errors import ArgumentError
+from fastlayers.rotary import triton as rotary_triton
 from fastlayers.rotary.layer import RotaryConfig, RotaryEmbedding
 from fastlayers.rotary.scaling import RopeScaling, attention_scale, inverse_frequencies
 
@@ -346,3 +347,37 @@ def test_a_few_tokens_turn_as_among_many(dim: int, section: tuple[int, ...]) -> 
     turned = triton_rows(q[:5], k[:5], rope.cos, rope.sin, far)[0]
     near = far.clamp(0, 63)
     assert torch.equal(turned, triton_rows(q[:5], k[:5], rope.cos, rope.sin, near)[0])
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_heads_and_warps_of_a_program_change_no_bit(interleaved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rope = RotaryEmbedding(64, max_position=64, interleaved_in=interleaved, backend="triton")
+    q, k, positions = torch.randn(3, 128, 64).bfloat16(), torch.randn(3, 1, 64).bfloat16(), torch.tensor([63, 0, 7])
+    usual = rope(q, k, positions)
+    assert not torch.equal(usual[0], q)
+    asked = []
+    for heads, warps in ((4, 1), (8, 1), (8, 2), (16, 4), (32, 2), (32, 8), (64, 16)):
+        for tile in (False, True):
+
+            def given(*what: int, program: tuple[int, int, bool] = (heads, warps, tile)) -> tuple[int, int, bool]:
+                asked.append(what)
+                return program
+
+            monkeypatch.setattr(rotary_triton, "_program", given)
+            for found, wanted in zip(rope(q, k, positions), usual, strict=True):
+                assert found is not None and wanted is not None and torch.equal(found, wanted)
+    assert set(asked) == {(3, 129, 32)}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "angles_each", "program"),
+    [
+        # DeepSeek-V3's heads; a rank of two's; GPT-OSS's; Qwen3-8B's; as many heads of 128.
+        (1, 129, 32, (8, 1, True)), (16, 129, 32, (8, 1, True)), (17, 129, 32, (32, 8, False)),
+        (128, 129, 32, (32, 8, False)), (129, 129, 32, (32, 2, False)), (4096, 129, 32, (32, 2, False)),
+        (16, 65, 32, (8, 2, False)), (64, 65, 32, (32, 2, False)), (16, 72, 32, (8, 2, False)),
+        (16, 40, 64, (8, 2, True)), (64, 40, 64, (32, 2, False)), (16, 136, 64, (8, 2, True)),
+    ],
+)  # fmt: skip
+def test_programs(tokens: int, heads: int, angles_each: int, program: tuple[int, int, bool]) -> None:
+    assert rotary_triton._program(tokens, heads, angles_each) == program

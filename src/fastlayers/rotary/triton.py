@@ -15,6 +15,10 @@ from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release
 # Heads a program, of few tokens and of more.
 FEW_TOKENS, HEADS_OF_FEW, MOST_HEADS = 16, 8, 32
 WARPS = 2
+# From so many heads on, of at most so many pairs, programs of a few tokens have one warp, and those of some have eight:
+# all of DeepSeek-V3's run at once, up to 211 tokens, on 132 multiprocessors of 64 warps each.
+MANY_HEADS, MANY_PAIRS = 128, 32
+SOME_TOKENS, WARPS_OF_SOME = 128, 8
 
 
 @triton.jit
@@ -114,15 +118,17 @@ def _rotary_kernel(
         tl.store(out + column[None, :], rest, mask=kept)
 
 
-def _program(tokens: int, angles_each: int) -> tuple[int, int, bool]:
+def _program(tokens: int, heads: int, angles_each: int) -> tuple[int, int, bool]:
     """Return the most heads of a program, its warps, and whether each thread reads the angles of its own values.
 
     A few tokens are spread over more programs, and there is no other work to hide behind: where each thread read other
     angles than it needs, they would pass through shared memory, behind three barriers after the last load.
     """
-    if tokens > FEW_TOKENS:
-        return MOST_HEADS, WARPS, False
-    return HEADS_OF_FEW, WARPS, angles_each >= 32 * WARPS
+    few, warps = tokens <= FEW_TOKENS, WARPS
+    if heads >= MANY_HEADS and angles_each <= MANY_PAIRS:
+        # A thread of one warp has its loads under way at once; those of eight have few values each, and no barriers.
+        warps = 1 if few else WARPS_OF_SOME if tokens <= SOME_TOKENS else WARPS
+    return HEADS_OF_FEW if few else MOST_HEADS, warps, few and angles_each >= 32 * warps
 
 
 def _fake(q: torch.Tensor, k: torch.Tensor | None, *rest: object) -> list[torch.Tensor]:
@@ -140,7 +146,7 @@ def _rotary(
     outputs = [x.new_empty(*x.shape) for x in (q, k) if x is not None]
     if tokens and q_heads + k_heads:
         half = cos.shape[1]
-        most, warps, tile = _program(tokens, next_power_of_2(half))
+        most, warps, tile = _program(tokens, q_heads + k_heads, next_power_of_2(half))
         heads = min(most, next_power_of_2(max(q_heads, k_heads)))
         parts = section if positions.dim() == 2 else [0, 0, 0]
         positions = positions.contiguous()
