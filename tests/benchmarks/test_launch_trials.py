@@ -89,11 +89,42 @@ def test_without_time_each_point_is_named(
     assert table["rotary"] - {(args[0], args[2]) for args in tried} == {("real shape", 512), ("real shape", 16384)}
 
 
+def test_what_was_before_what_is_now_and_others_in_a_short_run(
+    rotary: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = list(rotary.few_points(False, "cpu"))
+    assert len(without_time(rotary, tmp_path, monkeypatch, "--check", "--few")) == len(made)
+    points = {(args[0], args[2]) for args in (each.args for each in made)}
+    real = {("real shape", tokens) for tokens in (1, 16, 64, 128, 256)}
+    assert points == real | {(f"{model} tp1", 16) for model in ("openai/gpt-oss-20b", "Qwen/Qwen3-8B")}
+    for tokens, heads in ((1, 129), (16, 129), (64, 129), (16, 72), (16, 40)):
+        first, now, *others = (each.name for each in rotary.early_launches(tokens, heads))
+        assert (first, now) == (f"before: {'32x2' if tokens == 64 else '8x2'} early", "now early")
+        assert len(set(others)) == 6 and {f"now early, {order}" for order in rotary.EDITS} < set(others)
+    # What was before: more than a few tokens had their angles through shared memory.
+    for launch, wanted in ((rotary.Launch(32, 2, before=True), False), (rotary.Launch(32, 2), True)):
+        with launch.taken():
+            assert rotary.rotary_triton._program(64, 40, 64) == (32, 2, wanted)
+
+
+@pytest.mark.slow
+def test_other_orders_of_the_code_have_the_bits_of_what_was(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "rotary_launch.py", "--check", "--few", "--seconds", "600")
+    assert len(rows) > 40 and all(row["same"] is True for row in rows)
+    assert {"now early, loads first", "now early, released behind loads"} < {row["launch"] for row in rows}
+
+
+def test_an_order_of_other_code_is_refused(rotary: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(rotary.EDITS, "new", (("no such line", ""),))
+    with pytest.raises(ValueError, match="0 times 'no such line'"):
+        rotary.edited("new")
+
+
 def test_other_launches_are_undone(router: Any, rotary: Any) -> None:
     kept = router.router_triton._rows_and_warps, rotary.rotary_triton._program, rotary.rotary_triton.dependent_launch
     with router.routing((8, 2)), rotary.Launch(32, 8, "apart").taken():
         assert router.router_triton._rows_and_warps(4096, 8, 32, 256, 8, 1, True) == (8, 2)
-        assert rotary.rotary_triton._program(1, 256) == (32, 8, True)
+        assert rotary.rotary_triton._program(1, 129, 256) == (32, 8, True)
         assert rotary.rotary_triton.dependent_launch(torch.device("cuda")) == {"PDL": False}
     found = router.router_triton._rows_and_warps, rotary.rotary_triton._program, rotary.rotary_triton.dependent_launch
     assert found == kept
