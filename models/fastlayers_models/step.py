@@ -46,12 +46,16 @@ NO_DRAW = "none"
 
 
 class StepKey(NamedTuple):
-    """What a captured step is: its kind, the tokens and requests it is padded to, and how it samples."""
+    """What a captured step is: its kind, the tokens and requests it is padded to, and how it samples.
+
+    ``longest``: the most tokens, cached and new, of a request; 0: as many as the state holds.
+    """
 
     kind: str
     tokens: int
     requests: int
     mode: str
+    longest: int = 0
 
 
 @dataclass(frozen=True)
@@ -474,7 +478,8 @@ class ModelStep(CapturedSteps):
 
     def describe(self, key: StepKey) -> str:
         """Return a graph's key in words."""
-        return f"{key.kind} of {key.tokens} tokens, {key.requests} requests, {key.mode}"
+        short = f"contexts up to {key.longest}, " if key.longest else ""
+        return f"{key.kind} of {key.tokens} tokens, {key.requests} requests, {short}{key.mode}"
 
 
 def _default_buckets(model: Any) -> ExtendBuckets:

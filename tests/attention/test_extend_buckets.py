@@ -118,6 +118,16 @@ def test_what_a_bucket_holds() -> None:
     assert meta.cu_seqlens_q.tolist() == [0] * 5 and not meta.out_cache_loc.any() and not meta.page_table.any()
 
 
+def test_the_longest_request_of_a_bucket() -> None:
+    batch, state = AttentionBatch((3,), (30,), [[1, 2, 3]]), AttentionState(4, 64, 4, PAGE)
+    for longest, bound in ((0, 4 * PAGE), (33, 33), (10 * PAGE, 4 * PAGE)):
+        assert state.plan(batch, bucket=ExtendBucket(8, 2, longest=longest)).max_seq_len == bound
+    with pytest.raises(ArgumentError, match="longest >= 33, or 0"):
+        state.plan(batch, bucket=ExtendBucket(8, 2, longest=32))
+    with pytest.raises(ArgumentError, match="longest is -1; accepted: 0, or the most tokens"):
+        ExtendBucket(8, 2, longest=-1)
+
+
 @pytest.mark.parametrize("bucket", [ExtendBucket(4, 2), ExtendBucket(8, 1), ExtendBucket(128, 2), ExtendBucket(8, 5)])
 def test_a_bucket_that_does_not_fit(bucket: ExtendBucket) -> None:
     accepted = r"at least 5 tokens and 2 requests, at most ExtendBucket\(tokens=64, requests=4\)"

@@ -332,6 +332,18 @@ def test_captured_steps_that_verify_have_a_ladder_for_each_context() -> None:
             meta = AttentionState(2, 32, width, 16).plan(AttentionBatch((), (), []), bucket=ExtendBucket(16, 2, 8))
             found[width] = [type(layer.core(meta, tokens)) for tokens in (8, 9)]
         assert found == {4: [TorchMLA, TorchMLA], 200: [TorchMLA, Named]}
+        # One state, and buckets for short contexts and for all: each with its own ladder.
+        state, each = AttentionState(2, 32, 200, 16), {}
+        for longest in (0, 1024, 3000, 5000):
+            meta = state.plan(AttentionBatch((), (), []), bucket=ExtendBucket(16, 2, 8, longest=longest))
+            each[longest] = meta.max_seq_len, type(layer.core(meta, 9))
+        assert each == {0: (3200, Named), 1024: (1024, TorchMLA), 3000: (3000, Named), 5000: (3200, Named)}
+        assert layer.tells_contexts(9, (1024, 3200)) and not layer.tells_contexts(8, (1024, 3200))
+        assert not layer.tells_contexts(9, (3200, 4000))
+        fits = AttentionBatch((2,), (1022,), [list(range(1, 65))])
+        assert state.plan(fits, bucket=ExtendBucket(16, 2, 8, longest=1024)).context == 1024
+        with pytest.raises(ArgumentError, match="longest >= 1025, or 0"):
+            state.plan(replace(fits, prefix_lens=(1023,)), bucket=ExtendBucket(16, 2, 8, longest=1024))
     finally:
         MLA.ranked.remove(row)
 
@@ -372,7 +384,9 @@ def test_auto_verifies_by_what_was_timed(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Backend, "why_not", lambda row, cfg, device, ahead=None: row.refusal(cfg, device))
     for changes, wanted in (
         ({}, "triton:23|flashmla"), ({"num_heads": 128, "context": 65536}, "triton:23|flashmla"),
-        ({"context": 1024}, "triton"), ({"num_heads": 8}, "triton"), ({"few": False}, "triton"),
+        ({"context": 1024}, "triton"), ({"context": 1024, "num_heads": 32}, "triton:95|flashmla"),
+        ({"context": 1024, "num_heads": 128}, "triton:95|flashmla"), ({"num_heads": 8}, "triton"),
+        ({"few": False}, "triton"),
         ({"tree": True}, "triton"), ({"kv_dtype": E4M3, "fp8_math": True}, "triton"), ({"page_size": 16}, "triton"),
     ):  # fmt: skip
         assert MLA.choose(replace(captured, **changes), "H200").name == wanted, changes

@@ -310,7 +310,8 @@ class TorchExecutor:
         keys = [StepKey("extend", one.tokens, one.requests, LOGITS) for one in buckets.every()]
         # One that verifies brings two tokens.
         verified = [one for one in buckets.every(2) if one.tokens < 2 * self.verify_tokens]
-        keys += [StepKey("extend", one.tokens, one.requests, rule) for one in verified]
+        verifying = [StepKey("extend", one.tokens, one.requests, rule) for one in verified]
+        keys += [*verifying, *self.extending.for_short_contexts(verifying)]
         self.extending.capture_extends(keys, progress)
 
     def explain(self) -> Any:
@@ -337,7 +338,11 @@ class TorchExecutor:
     def graph_counts(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return the replays by graph, and the steps that ran without one by reason."""
         ledger: Any = self.decoding.ledger
-        replays = {f"{r.key.kind} {r.key.tokens}x{r.key.requests} {r.key.mode}": float(r.replays) for r in ledger}
+        replays: dict[str, float] = {}
+        for record in ledger:
+            key = record.key
+            short = f" up to {key.longest}" if key.longest else ""
+            replays[f"{key.kind} {key.tokens}x{key.requests}{short} {key.mode}"] = float(record.replays)
         eager = self.decoding.uncaptured + self.extending.uncaptured
         return replays, {why: float(count) for why, count in eager.items()}
 

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastlayers.attention.buckets import ExtendBucket
+from fastlayers.attention.buckets import SHORT_CONTEXT, ExtendBucket
+from fastlayers.attention.core import AttentionCore
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta
 from fastlayers.attention.step_buffers import Mirrored
 from fastlayers.runtime.graphs import bucket_of
@@ -170,7 +171,8 @@ class SlotStep(ModelStep):
         lengths = (*(len(chunk.ids) for chunk in chunks), *[1] * len(requests))
         begins = (*(chunk.start for chunk in chunks), *starts)
         slots = [*(chunk.request.slot for chunk in chunks), *(request.slot for request in requests)]
-        table = self._pages_of(slots, max(map(add, begins, lengths)))
+        longest = max(map(add, begins, lengths))
+        table = self._pages_of(slots, longest)
         tree = any(chunk.parents for chunk in chunks)
         parents = tuple(tuple(c.parents or range(-1, len(c.ids) - 1)) for c in chunks) if tree else ()
         mode = TREE if tree else mode
@@ -178,6 +180,9 @@ class SlotStep(ModelStep):
         # Also when they are told already: a prompt that is computed again is computed alike.
         wants_all = any(chunk.request.submit.prompt_logprobs >= 0 for chunk in chunks)
         key = None if wants_all else self._extend_key(batch.num_tokens, len(slots), mode, False)
+        if key is not None and longest <= SHORT_CONTEXT and mode != LOGITS:
+            short = key._replace(longest=SHORT_CONTEXT)
+            key = short if self._is_captured(short) else key
         bucket = None if key is None else self._extend_bucket(key)
         meta = self.state.plan(batch, bucket=bucket, num_pages=self.num_pages)
         if mode == LOGITS:
@@ -194,7 +199,30 @@ class SlotStep(ModelStep):
 
     def _extend_bucket(self, key: StepKey) -> ExtendBucket:
         each = min(self.verify_each, key.tokens) if key.mode in (VERIFY, TREE, ALL) else 0
-        return ExtendBucket(key.tokens, key.requests, each, key.mode == TREE)
+        return ExtendBucket(key.tokens, key.requests, each, key.mode == TREE, key.longest)
+
+    def for_short_contexts(self, keys: Sequence[StepKey]) -> list[StepKey]:
+        """Return those of steps that verify whose attention is another backend's where all contexts are short.
+
+        Over several ranks those of which all say so: a capture is all ranks'.
+        """
+        capacity, buckets = self.state.capacity, [self._extend_bucket(key) for key in keys]
+        if capacity <= SHORT_CONTEXT or not keys or self.graphs is None:
+            return []
+        cores = [part for part in self.model.modules() if isinstance(part, AttentionCore)]
+        cores = list({(type(core), core.cfg): core for core in cores}.values())
+        found = [
+            not bucket.tree
+            and any(
+                bucket.most <= core.few and core.tells_contexts(bucket.tokens, (SHORT_CONTEXT, capacity))
+                for core in cores
+            )
+            for bucket in buckets
+        ]
+        if self._ranks.size > 1:
+            said = torch.tensor(found, dtype=torch.int32, device=self.model.device)
+            found = [count == self._ranks.size for count in self._ranks.all_reduce_(said).tolist()]
+        return [key._replace(longest=SHORT_CONTEXT) for key, short in zip(keys, found, strict=True) if short]
 
     def _send_drafts(self, chunks: Sequence[Chunk], width: int) -> None:
         columns: list[list[int]] = [[] for _ in range(5)]

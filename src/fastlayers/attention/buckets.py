@@ -18,6 +18,10 @@ REQUESTS = (1, 2, 4, 8)
 # Largest bucket of captured extends that attend to latents: 3.4 times the multiply-adds of expanded keys, which beyond
 # it is more than the launches that a capture saves (benchmarks/first_token.py).
 LATENT_TOKENS = 512
+# Steps that verify drafts are captured for contexts up to so many tokens as well, where another backend attends then:
+# beyond 1,000 to 1,300 FlashMLA takes no longer than Triton with 32 tokens and 64 or 128 heads
+# (benchmarks/results/flashmla_h200.jsonl, on lines between contexts of 500 and 4,096).
+SHORT_CONTEXT = 1024
 
 
 @dataclass(frozen=True)
@@ -25,20 +29,26 @@ class ExtendBucket:
     """What a captured extend step is padded to: so many tokens, of so many requests.
 
     ``each``: the most tokens that one request brings, where that is known; 0: as many as there are. ``tree``: tokens
-    are trees of drafts, see :attr:`fastlayers.attention.batch.AttentionBatch.parents`.
+    are trees of drafts, see :attr:`fastlayers.attention.batch.AttentionBatch.parents`. ``longest``: the most tokens,
+    cached and new ones, of a request; 0: as many as the state holds.
     """
 
     tokens: int
     requests: int
     each: int = 0
     tree: bool = False
+    longest: int = 0
 
     def __post_init__(self) -> None:
         check_positive("ExtendBucket", tokens=self.tokens, requests=self.requests)
-        if not (type(self.tokens) is type(self.requests) is type(self.each) is int):  # made in every step
+        if not (
+            type(self.tokens) is type(self.requests) is type(self.each) is type(self.longest) is int
+        ):  # made in every step
             check_fields("ExtendBucket", self)
         if not 0 <= self.each <= self.tokens:
             raise ArgumentError("ExtendBucket", "each", self.each, f"0, or 1 to the bucket's {self.tokens} tokens")
+        if self.longest < 0:
+            raise ArgumentError("ExtendBucket", "longest", self.longest, "0, or the most tokens of a request")
 
     @property
     def most(self) -> int:

@@ -138,6 +138,20 @@ class AttentionCore(Layer):
             ladder = self._ladders[key] = self._built(meta)
         return ladder.single or ladder.pick(tokens)
 
+    def tells_contexts(self, tokens: int, contexts: Sequence[int]) -> bool:
+        """Return whether a captured step of so many tokens, a few a request, takes one core at one context, and another
+        at another: then it is worth a graph for each.
+        """
+        if not self.few:
+            return False
+        cfg = replace(self.cfg, phase=self.several_tokens, captured=True, few=True)
+        taken = set()
+        for context in contexts:
+            rungs = self._choice_for(replace(cfg, context=context_of(context)), self.decode_choice.requested).rungs
+            rung = next(each for each in rungs if each.max_tokens is None or tokens <= each.max_tokens)
+            taken.add((rung.backend.name, rung.config))
+        return len(taken) > 1
+
     def _built(self, meta: AttentionMeta) -> Ladder:
         phase = meta.phase if meta.phase in ("decode", "padded") else self.several_tokens
         context = min(meta.context, self._last_context)

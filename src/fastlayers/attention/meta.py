@@ -365,7 +365,7 @@ class AttentionState:
             else bucket.most
             if isinstance(bucket, ExtendBucket)
             else max(batch.query_lens, default=0),
-            max_seq_len=self.capacity if bucket is not None else longest,
+            max_seq_len=longest if bucket is None else self._longest(bucket),
             batch=batch,
             # Latents are attended to as they are: to expand a prefix takes its length on the host.
             path="mqa" if isinstance(bucket, ExtendBucket) or batch.parents else "",
@@ -373,6 +373,11 @@ class AttentionState:
             step=self._step,
             plans=self.plans,
         )
+
+    def _longest(self, bucket: int | ExtendBucket) -> int:
+        """Return the most tokens of a request in a bucket's steps."""
+        given = bucket.longest if isinstance(bucket, ExtendBucket) else 0
+        return min(given, self.capacity) if given else self.capacity
 
     def _check(
         self,
@@ -390,6 +395,8 @@ class AttentionState:
                 raise ArgumentError(name, "bucket", bucket, accepted)
             if max(batch.query_lens, default=0) > bucket.most:
                 raise ArgumentError(name, "bucket", bucket, f"each >= {max(batch.query_lens)}, or 0")
+            if bucket.longest and max(lengths, default=0) > bucket.longest:
+                raise ArgumentError(name, "bucket", bucket, f"longest >= {max(lengths)}, or 0")
             if bucket.tree and batch.num_tokens and not batch.parents:
                 raise ArgumentError(name, "bucket", bucket, "one without tree for a batch without parents")
         if batch.parents and not (bucket is None or (isinstance(bucket, ExtendBucket) and bucket.tree)):
