@@ -244,7 +244,7 @@ def _layers() -> Iterator[Part]:
         yield Part(f"{part}_alone", command, f"performance/{part}_alone.jsonl", took + 15, target, environment=ALONE)
     others = (
         ("several_tokens", "benchmarks/several_tokens.py tree", "trees_h200", 50, "15: rows 7, 61", ()),
-        ("flashmla", "benchmarks/several_tokens.py flashmla", "flashmla_h200", 45, "15: row 7", ("sgl_kernel",)),
+        ("flashmla", "benchmarks/several_tokens.py flashmla", "flashmla_h200", 55, "15: row 7", ("sgl_kernel",)),
         ("mla_paths", "benchmarks/mla_paths.py", "mla_paths_h200", 60, "15: rows 11, 13", ()),
         ("gated", "benchmarks/gated.py", "gated_h200", 35, "15: rows 40, 46", ()),
         ("systems", "benchmarks/systems.py", "systems_h200", 45, "15: rows 19, 32, 35", ()),

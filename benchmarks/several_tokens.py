@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from rows import Rows, arguments, finish, microseconds
 
-from fastlayers.attention.buckets import ExtendBucket
+from fastlayers.attention.buckets import SHORT_CONTEXT, ExtendBucket
+from fastlayers.attention.context_buckets import context_of
 from fastlayers.attention.gqa.config import GQA, GQAConfig
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.attention.mla.config import MLA, MLAConfig
@@ -31,7 +32,7 @@ BF16 = torch.bfloat16
 # New tokens a request, requests, cached tokens.
 VERIFIED: tuple[tuple[int, int, int], ...] = (
     (4, 8, 4096), (4, 1, 4096), (4, 64, 2048), (2, 8, 1000), (8, 8, 4096), (3, 5, 70), (4, 6, 4096), (4, 8, 500),
-    (4, 64, 500),
+    (4, 64, 500), (4, 32, 500), (4, 8, 1000),
 )  # fmt: skip
 # Pages of 64 for each request.
 WIDTH = 66
@@ -174,6 +175,19 @@ def verifying(heads: int) -> MLAConfig:
     return MLAConfig(heads, 512, 64, 128, 128, 0.1, 64, BF16, BF16, "ragged", lse=False, few=True)
 
 
+def captured_for(heads: int, each: int, requests: int, length: int, device: str) -> int:
+    """Return the longest request that a server captures such a step for.
+
+    A step over short contexts has a graph of its own where another backend attends then.
+    """
+    capacity, tokens, taken = 64 * WIDTH, max(4, requests * each), set()
+    for longest in (SHORT_CONTEXT, capacity):
+        cfg = replace(verifying(heads), captured=True, context=context_of(longest))
+        rungs = MLA.choose(cfg, device).rungs
+        taken.add(next(r.backend.name for r in rungs if r.max_tokens is None or tokens <= r.max_tokens))
+    return SHORT_CONTEXT if length + each <= SHORT_CONTEXT and len(taken) > 1 else capacity
+
+
 def cache_of(requests: int, device: str) -> torch.Tensor:
     """Return pages for so many requests."""
     return torch.randn(requests * WIDTH + 1, 64, 576, device=device).to(BF16)
@@ -183,7 +197,8 @@ def full_step(
     heads: int, each: int, requests: int, length: int, cache: torch.Tensor, device: str
 ) -> Callable[[str], Callable[[], torch.Tensor]]:
     """Return what makes the call of a backend by name: a bucket in which every request brings ``each`` tokens."""
-    cfg, bucket = replace(verifying(heads), captured=True), ExtendBucket(max(4, requests * each), requests, each)
+    cfg, longest = replace(verifying(heads), captured=True), captured_for(heads, each, requests, length, device)
+    bucket = ExtendBucket(max(4, requests * each), requests, each, longest=longest)
     state = AttentionState(requests + 2, 1024, WIDTH, 64, device)
     batch = AttentionBatch((each,) * requests, (length,) * requests, tables(requests, WIDTH))
     meta = state.plan(batch, bucket=bucket)
@@ -212,7 +227,7 @@ def flashmla(heads: int, each: int, requests: int, length: int) -> dict[str, Any
 
     uneven = (*(int(torch.randint(1, each + 1, (), generator=draw)) for _ in range(requests - 1)), each)
     row: dict[str, Any] = {"what": "flashmla", "heads": heads, "new": each, "requests": requests, "context": length}
-    row["capacity"] = 64 * WIDTH
+    row["capacity"] = captured_for(heads, each, requests, length, "cuda")
     padded = ExtendBucket(max(16, requests * each), requests + 2, each)
     for name, new, cached, bucket in (
         ("uniform", (each,) * requests, (length,) * requests, None),

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from fastlayers.registry import Backend
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -162,3 +164,16 @@ def test_steps_that_verify_are_called_ahead_and_give_what_torch_gives(monkeypatc
         call_of = program.full_step(2, 3, 2, 70, program.cache_of(2, "cpu"), "cpu")
         found, wanted = (call_of(name)() for name in ("triton", "torch"))
     assert found.shape == (6, 2, 512) and program.error(found, wanted) < program.BOUND
+
+
+def test_steps_that_verify_are_timed_as_they_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For short contexts where another backend attends then, else for the capacity."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    program = import_module("several_tokens")
+    assert program.captured_for(64, 4, 8, 500, "H200") == 4224  # without FlashMLA
+    monkeypatch.setattr(Backend, "why_not", lambda row, cfg, device, ahead=None: row.refusal(cfg, device))
+    wanted = {
+        (64, 4, 8, 500): 1024, (16, 4, 64, 500): 1024, (64, 4, 8, 1020): 1024, (64, 4, 8, 1021): 4224,
+        (64, 4, 64, 500): 4224, (64, 2, 8, 500): 4224,
+    }  # fmt: skip
+    assert {point: program.captured_for(*point, "H200") for point in wanted} == wanted
