@@ -1,4 +1,4 @@
-"""4-bit weights in groups shorter than a tile, in Triton: every way to walk over K, and who walks which way."""
+"""4-bit weights in groups, in Triton: every way to walk over K, and who walks which way."""
 
 from __future__ import annotations
 
@@ -51,6 +51,9 @@ def near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
         (20, 256, 32, False, True, FP16),
         (16, 192, 64, True, True, BF16),
         (3, 288, 96, False, True, BF16),  # runs of 32 in groups that do not end with a tile
+        (4, 384, 128, True, True, BF16),  # a group a tile, or two; the last is alone
+        (40, 256, 128, False, False, FP16),
+        (5, 256, 256, True, False, BF16),  # two tiles lie in one group
     ],
 )
 @pytest.mark.parametrize("depth", [0, 32, 128, 256])
@@ -62,11 +65,15 @@ def test_every_walk_gives_the_reference(
     wanted = ReferenceWeightOnlyLinear(cfg)(*given)
     m = 16 if rows <= 16 else 64
     for splits in (1, 2, 4):  # with four some have no tiles at all
-        found = TritonWeightOnlyLinear(cfg, TILE | {"BLOCK_M": m, "BLOCK_K": depth, "SPLITS": splits})(*given)
+        way = TILE | {"BLOCK_M": m, "BLOCK_K": depth, "SPLITS": splits}
+        found = TritonWeightOnlyLinear(cfg, way)(*given)
         assert near(found, wanted), splits
+        # Where x passes through makes no difference.
+        assert depth == 32 or torch.equal(TritonWeightOnlyLinear(cfg, way | {"CACHED": 1})(*given), found)
     # The next group's scales, as a walk that counts groups wrongly would read, are told apart.
     x, stored, scale, *rest = given
-    wrong = TritonWeightOnlyLinear(cfg, TILE | {"BLOCK_K": depth})(x, stored, scale.roll(1, 0), *rest)
+    moved = scale.roll(1, 1 if group == k else 0)  # a group alone has no next
+    wrong = TritonWeightOnlyLinear(cfg, TILE | {"BLOCK_K": depth})(x, stored, moved, *rest)
     assert not near(wrong, wanted)
 
 
@@ -81,13 +88,27 @@ def test_all_that_a_tuner_tries_gives_the_reference(rows: int, group: int, zero:
         assert near(TritonWeightOnlyLinear(cfg, config)(*given), wanted), config
 
 
-@pytest.mark.parametrize(("group", "depth"), [(32, 128), (32, 256), (64, 128), (64, 256), (96, 128)])
+@pytest.mark.parametrize("rows", [4, 64])
+def test_a_tuner_tries_old_and_new_walks_over_groups_of_128(rows: int) -> None:
+    cfg = WeightOnlyLinearConfig(1152, 72, True, BF16, "w4a16", 128, True)
+    given, found = operands(cfg, rows), candidates(cfg, rows)
+    wanted = ReferenceWeightOnlyLinear(cfg)(*given)
+    tiles = [config for config in found if "BLOCK_M" in config]
+    assert {(config.get("BLOCK_K", 0), config.get("CACHED", 0)) for config in tiles} == {(0, 0), (128, 0), (128, 1)}
+    for config in found:
+        assert near(TritonWeightOnlyLinear(cfg, config)(*given), wanted), config
+    # A quick run takes 14 at most from all over the list: none is left out where programs are too few.
+    for k, n in ((4096, 6144), (12288, 4096), (4096, 24576)):
+        assert len(candidates(WeightOnlyLinearConfig(k, n), 16)) <= 14
+
+
+@pytest.mark.parametrize(
+    ("group", "depth"), [(32, 128), (32, 256), (64, 128), (64, 256), (96, 128), (128, 128), (128, 256)]
+)
 @pytest.mark.parametrize("zero", [False, True])
 def test_each_code_meets_its_input_feature_and_its_scale(group: int, depth: int, zero: bool) -> None:
     """Rows with one feature each: y is the dequantised weight, to the bit."""
-    cfg = WeightOnlyLinearConfig(
-        192 if group == 96 else 224 if group == 32 else 320, 40, False, BF16, "w4a16", group, zero
-    )
+    cfg = WeightOnlyLinearConfig({32: 224, 64: 320, 96: 192, 128: 384}[group], 40, False, BF16, "w4a16", group, zero)
     _, stored, scale, zeros, *_ = operands(cfg, 1)
     impl = TritonWeightOnlyLinear(cfg, TILE | {"BLOCK_M": 64, "BLOCK_K": depth})
     y = impl(torch.eye(cfg.in_features, dtype=BF16), stored, scale, zeros, None, None)
@@ -145,12 +166,16 @@ class Refusing:
 
 def test_who_walks_which_way(monkeypatch: pytest.MonkeyPatch) -> None:
     short = WeightOnlyLinearConfig(256, 40, False, BF16, "w4a16", 32)
+    long = replace(short, group_size=128)
     others = (
-        replace(short, group_size=128), replace(short, group_size=0), replace(short, dtype=FP32),
+        replace(short, group_size=0), replace(short, dtype=FP32), replace(long, dtype=FP32),
         replace(short, format="w8a16"), replace(short, format="w8a16", group_size=0),
     )  # fmt: skip
-    assert rule(16, 40, 256, BF16, "w4a16", 32, False)["BLOCK_K"] == 128
+    for group, rows, cached in ((32, 16, None), (128, 2, 1), (128, 16, 1), (128, 17, None), (256, 64, None)):
+        chosen = rule(rows, 40, 256, BF16, "w4a16", group, False)
+        assert chosen["BLOCK_K"] == 128 and chosen.get("CACHED") == cached
     assert "BLOCK_K" not in rule(16, 40, 256, BF16, "w4a16", 32, True)
+    assert "BLOCK_K" not in rule(16, 40, 256, BF16, "w4a16", 128, True)
     for cfg in (*others, replace(short, act_order=True)):
         assert not any("BLOCK_K" in config for config in candidates(cfg, 16))
     given = operands(short, 16)
@@ -160,6 +185,12 @@ def test_who_walks_which_way(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(kernels, "short_groups_kernel", Refusing())
         with pytest.raises(AssertionError, match="launched"):
             TritonWeightOnlyLinear(short)(*given)
+        of_long = operands(long, 16)
+        for way in (None, TILE | {"BLOCK_K": 128}):
+            with pytest.raises(AssertionError, match="launched"):
+                TritonWeightOnlyLinear(long, way)(*of_long)
+        # A ladder measured before groups of 128 could walk this way says no depth.
+        TritonWeightOnlyLinear(long, TILE)(*of_long)
         # A ladder lent from groups of 32 changes nothing for those who have no use for it.
         for cfg in others:
             x, bits = given[0].to(cfg.dtype), torch.randn(40, 256)

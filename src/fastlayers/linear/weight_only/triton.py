@@ -6,7 +6,8 @@ first ones before the kernels in front have ended), as for dense weights.
 A tile lies in one group of input features, so that it takes one scale a column. Nibbles come as two halves that meet
 two runs of x (quant/packed_codes.py): no shuffle between registers. Codes less their zero points are multiplied,
 exactly, and a group's sums are scaled in fp32, as experts' are (moe/fused_moe/triton/packed_gemm.py).
-Of nibbles in groups shorter than 128 a tile takes several runs (triton_groups.py) while there are few rows.
+Of nibbles in groups a tile takes x in whole lines, and several runs of groups shorter than 128 (triton_groups.py),
+while there are few rows.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fastlayers.errors import check_keys
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.linear.triton_gemm import TARGET_PROGRAMS, Tile, add_splits_kernel, tile_origin
 from fastlayers.linear.weight_only.layer import ZERO, WeightOnlyLinearConfig
-from fastlayers.linear.weight_only.triton_codes import decode, halves_of, load_tile, scales_of
+from fastlayers.linear.weight_only.triton_codes import decode, halves_of, load_columns, load_tile, scales_of
 from fastlayers.linear.weight_only.triton_groups import short_groups_kernel
 from fastlayers.operators import operator
 from fastlayers.quant.packed_codes import run_of
@@ -34,9 +35,11 @@ MAX_VECTOR_ROWS = 4
 # Rows above which weights are decoded first, where groups have scales: 25 million take some 20 µs, as long as the
 # dense product of 64 rows, and decoding them anew for each tile of rows takes longer.
 MOST_ROWS = 64
-# Codes of a tile that takes several runs, unless a configuration says other.
+# Codes of a tile that takes whole runs, unless a configuration says other.
 DEPTH = 128
-PARAMETERS = ("VECTOR", "BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLITS", "num_warps", "num_stages", "AHEAD", "BYTES", "WHOLE")
+PARAMETERS = (
+    "VECTOR", "BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLITS", "num_warps", "num_stages", "AHEAD", "BYTES", "WHOLE", "CACHED",
+)  # fmt: skip
 
 
 @triton.jit
@@ -96,8 +99,8 @@ def _weight_only_kernel(
     code = tl.arange(0, CODES)
     # Input features of a tile's codes: of low halves, or of whole bytes. High halves are 16 further.
     low = (code // 16) * 32 + code % 16 if NIBBLES else code
-    # Rows and columns beyond the edge read a valid one again; their results are never stored.
-    known = (column % N)[:, None]
+    # Rows and columns beyond the edge read a valid one again, or nothing; their results are never stored.
+    known, real = (column % N)[:, None], (row < M)[None, :]
     x_columns = x_ptr + (row % M).to(tl.int64)[None, :] * x_stride
     weight_rows = weight_ptr + known.to(tl.int64) * weight_stride + code[None, :]
     split = tl.program_id(1)
@@ -116,7 +119,7 @@ def _weight_only_kernel(
     release_dependents(PDL)
     for block in range(first, last):
         k = block * BLOCK_K + low
-        x = load_tile(x_columns + k[:, None], k[:, None], K, EVEN_K)
+        x = load_columns(x_columns + k[:, None], k[:, None], K, real, EVEN_K, BLOCK_M <= 16)
         packed = load_tile(weight_rows + block * CODES, k[None, :], K, EVEN_K)
         if GROUP > 0 and not INDEXED:
             following = tl.minimum(block + 1, last - 1) * BLOCK_K // GROUP
@@ -128,7 +131,7 @@ def _weight_only_kernel(
             if NIBBLES:
                 less, more = halves_of(packed, zero, dtype)
                 part = dot(less, x, part)
-                x = load_tile(x_columns + (k + 16)[:, None], k[:, None], K, EVEN_K)
+                x = load_columns(x_columns + (k + 16)[:, None], k[:, None], K, real, EVEN_K, BLOCK_M <= 16)
                 part = dot(more, x, part)
             else:
                 part = dot(decode(packed, 1.0, zero, dtype, False, E4M3), x, part)
@@ -138,7 +141,7 @@ def _weight_only_kernel(
                                    scale, zero, dtype, ZERO, HAS_ZERO, E4M3, INDEXED, EVEN_K)  # fmt: skip
             acc = dot(low_weights, x, acc)
             if NIBBLES:
-                x = load_tile(x_columns + (k + 16)[:, None], k[:, None], K, EVEN_K)
+                x = load_columns(x_columns + (k + 16)[:, None], k[:, None], K, real, EVEN_K, BLOCK_M <= 16)
                 high_weights = _rounded(packed >> 4, scale_ptr, zero_ptr, index_ptr, k + 16, known, N, K, scale, zero,
                                         dtype, ZERO, HAS_ZERO, E4M3, INDEXED, EVEN_K)  # fmt: skip
                 acc = dot(high_weights, x, acc)
@@ -233,8 +236,8 @@ def _fits_whole(group: int, dtype: torch.dtype) -> bool:
 
 
 def _in_runs(dtype: torch.dtype, format: str, group: int, indexed: bool) -> bool:
-    """Return whether tiles may take several runs: nibbles whose groups are shorter than a tile and lie in order."""
-    return format == "w4a16" and 0 < group < DEPTH and not indexed and dtype != torch.float32
+    """Return whether tiles may take whole runs: nibbles whose groups lie in order."""
+    return format == "w4a16" and group > 0 and not indexed and dtype != torch.float32
 
 
 @lru_cache(maxsize=4096)
@@ -256,13 +259,29 @@ def rule(rows: int, n: int, k: int, dtype: torch.dtype, format: str, group: int,
     while programs * splits * 2 <= TARGET_PROGRAMS and k >= splits * 2 * 512:
         splits *= 2
     runs = m <= MOST_ROWS and _in_runs(dtype, format, group, indexed)
-    return _matrix(m, width, splits, warps, stages, DEPTH if runs else 0)
+    # Of short groups 16 rows pass through the first-level cache as it is: their runs are of 64 bytes.
+    return _matrix(m, width, splits, warps, stages, DEPTH if runs else 0, runs and m == 16 and group >= DEPTH)
 
 
-def _matrix(m: int, n: int, splits: int, warps: int, stages: int, depth: int = 0) -> dict[str, int]:
+def _matrix(
+    m: int, n: int, splits: int, warps: int, stages: int, depth: int = 0, cached: bool = False
+) -> dict[str, int]:
     """Return parameters of tiles; ``depth``: of how many codes, where that is not given by the group."""
     sizes = {"VECTOR": 0, "BLOCK_M": m, "BLOCK_N": n} | ({"BLOCK_K": depth} if depth else {})
-    return sizes | {"SPLITS": splits, "num_warps": warps, "num_stages": stages}
+    return sizes | {"SPLITS": splits, "num_warps": warps, "num_stages": stages} | ({"CACHED": 1} if cached else {})
+
+
+def _shapes(cfg: WeightOnlyLinearConfig, m: int) -> list[tuple[int, int, int, int, bool]]:
+    """Return columns, warps, stages and codes of tiles of ``m`` rows, and whether x passes through the first cache."""
+    if m > MOST_ROWS:
+        return [(64, 4, 4, 0, False), (128, 8, 3, 0, False)]
+    halves = [(64, 4, 4, 0, False), (128, 4, 4, 0, False)]
+    if not _in_runs(cfg.dtype, cfg.format, cfg.group_size, cfg.act_order):
+        return [(32, 4, 4, 0, False), *halves]
+    runs = [(64, 4, 4, DEPTH, False), (128, 8, 4, DEPTH, False)]
+    if cfg.group_size < DEPTH:  # the last takes a run a tile, which other formats' tiles do
+        return [*runs, (64, 4, 4 if m <= 32 else 3, 2 * DEPTH, False), (64, 4, 4, 32, False)]
+    return [*halves, *runs, *((n, warps, stages, depth, True) for n, warps, stages, depth, _ in runs)]
 
 
 def candidates(cfg: WeightOnlyLinearConfig, num_tokens: int) -> list[dict[str, int]]:
@@ -277,15 +296,16 @@ def candidates(cfg: WeightOnlyLinearConfig, num_tokens: int) -> list[dict[str, i
     if num_tokens >= 32 and _fits_whole(cfg.group_size, cfg.dtype):
         found.append({"WHOLE": 1})
     m = max(16, min(128, next_power_of_2(num_tokens)))
-    shapes = ((32, 4, 4, 0), (64, 4, 4, 0), (128, 4, 4, 0)) if m <= 64 else ((64, 4, 4, 0), (128, 8, 3, 0))
-    if m <= MOST_ROWS and _in_runs(cfg.dtype, cfg.format, cfg.group_size, cfg.act_order):
-        # The last takes a run a tile, which other formats' tiles do.
-        shapes = ((64, 4, 4, DEPTH), (128, 8, 4, DEPTH), (64, 4, 4 if m <= 32 else 3, 2 * DEPTH), (64, 4, 4, 32))
-    for n, warps, stages, depth in shapes:
+    shapes = _shapes(cfg, m)
+    for n, warps, stages, depth, cached in shapes:
         programs = cdiv(num_tokens, m) * cdiv(cfg.out_features, n)
         for splits in (1, 2, 4, 8):
-            if splits == 1 or (programs * splits <= 2 * TARGET_PROGRAMS and cfg.in_features >= splits * 512):
-                found.append(_matrix(m, n, splits, warps, stages, depth))
+            config = _matrix(m, n, splits, warps, stages, depth, cached)
+            if splits > 1 and (programs * splits > 2 * TARGET_PROGRAMS or cfg.in_features < splits * 512):
+                continue
+            # Of many shapes, those with too few programs would crowd others out of a quick run.
+            if len(shapes) <= 4 or suits(cfg, config):
+                found.append(config)
     return [config for index, config in enumerate(found) if config not in found[:index]]
 
 
@@ -352,14 +372,17 @@ def _weight_only(
     tile = Tile(c["BLOCK_M"], c["BLOCK_N"], c["num_warps"], c["num_stages"], c["SPLITS"])
     target = y if tile.splits == 1 else x.new_empty(tile.splits, m, n, dtype=torch.float32)
     sizes = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "num_warps": tile.warps, "num_stages": tile.stages, **launch}
-    several = tile.m <= MOST_ROWS and _in_runs(x.dtype, format, group, index is not None)
-    if several and (levels := ((c.get("BLOCK_K") or DEPTH) // run).bit_length() - 1) > 0:
+    runs = tile.m <= MOST_ROWS and _in_runs(x.dtype, format, group, index is not None)
+    # Ladders of groups of 128 that say no depth are of tiles that take x in halves.
+    depth = (c.get("BLOCK_K") or (DEPTH if group < DEPTH else 0)) if runs else 0
+    levels = (depth // run).bit_length() - 1
+    if levels > 0 or depth == DEPTH:
         # With fewer warps 128 columns spill: a ladder lent by groups of 128 has such tiles.
         sizes["num_warps"] = max(tile.warps, tile.n // 16)
         short_groups_kernel[tile.grid(m, n)](
             x, codes, scale, zeros, addend, target, m, n, k, x.stride(0), codes.stride(0), ZERO=ZERO[format],
-            HAS_ZERO=zero is not None, HAS_BIAS=bias is not None, GROUP=group, RUN=run, LEVELS=levels,
-            SPLITS=tile.splits, EVEN_K=k % (run << levels) == 0, **sizes,
+            HAS_ZERO=zero is not None, HAS_BIAS=bias is not None, GROUP=group, RUN=run,
+            LEVELS=levels, CACHED=bool(c.get("CACHED")), SPLITS=tile.splits, EVEN_K=k % (run << levels) == 0, **sizes,
         )  # fmt: skip
     else:
         _weight_only_kernel[tile.grid(m, n)](

@@ -70,6 +70,21 @@ def load_tile(pointers, k, K, EVEN_K: tl.constexpr):
 
 
 @triton.jit
+def load_columns(pointers, k, K, real, EVEN_K: tl.constexpr, FEW: tl.constexpr = True):
+    """Load input features ``k`` ``[K, 1]`` of rows of x; FEW: only of those that are real ``[1, M]``.
+
+    All programs want the same features at about the same time, past the first-level cache. Where most rows of a tile
+    are not there and read a real one again, a whole GPU asks for a few lines of L2, each of which is in one place.
+    """
+    if not FEW:
+        return load_tile(pointers, k, K, EVEN_K)
+    elif EVEN_K:
+        return tl.load(pointers, mask=real, other=0.0)
+    else:
+        return tl.load(pointers, mask=real & (k < K), other=0.0)
+
+
+@triton.jit
 def halves_of(packed, zero, dtype: tl.constexpr):
     """Return the low and the high codes of bytes ``[N, K]`` less their zero points ``[N, 1]``, exactly, in ``dtype``.
 

@@ -1,8 +1,9 @@
-"""Few rows times weights of 4 bits in short groups: a tile of codes is several runs, each of which lies in one group.
+"""Few rows times weights of 4 bits in groups: a tile of codes is one run or several, each of which lies in one group.
 
 A tile of one short group is read by too few bytes a row, and every tile costs two barriers. Here a tile's codes come in
 one copy and are taken apart in registers. Each run's two halves meet its input features in their own order, in one
 product; its sums are scaled in fp32 and added, run after run: weights are not rounded.
+Groups of 128 are a run each: x comes in whole lines, not in pieces of 32 bytes for each half.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 
 from fastlayers.linear.triton_gemm import tile_origin
-from fastlayers.linear.weight_only.triton_codes import halves_of, load_tile, scales_of
+from fastlayers.linear.weight_only.triton_codes import halves_of, load_columns, load_tile, scales_of
 from fastlayers.runtime.launch import kernel
 from fastlayers.triton_lang import await_inputs, cast, dot, release_dependents
 
@@ -55,10 +56,13 @@ def _scales(
 def short_groups_kernel(
     x_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, M, N, K, x_stride, weight_stride,
     ZERO: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
-    LEVELS: tl.constexpr, SPLITS: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    LEVELS: tl.constexpr, CACHED: tl.constexpr, SPLITS: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Multiply as the kernel of tiles does; a tile is ``2 ** LEVELS`` runs of RUN codes."""
+    """Multiply as the kernel of tiles does; a tile is ``2 ** LEVELS`` runs of RUN codes.
+
+    CACHED: x passes through the first-level cache, which programs of a multiprocessor share.
+    """
     row0, column0 = tile_origin(M, N, BLOCK_M, BLOCK_N)
     row, column = row0 + tl.arange(0, BLOCK_M), column0 + tl.arange(0, BLOCK_N)
     RUNS: tl.constexpr = 1 << LEVELS
@@ -66,8 +70,8 @@ def short_groups_kernel(
     CODES: tl.constexpr = DEPTH // 2
     code, feature = tl.arange(0, CODES), tl.arange(0, RUN)
     low = (code // 16) * 32 + code % 16
-    # Rows and columns beyond the edge read a valid one again; their results are never stored.
-    known = (column % N)[:, None]
+    # Rows and columns beyond the edge read a valid one again, or nothing; their results are never stored.
+    known, real = (column % N)[:, None], (row < M)[None, :]
     x_columns = x_ptr + (row % M).to(tl.int64)[None, :] * x_stride
     weight_rows = weight_ptr + known.to(tl.int64) * weight_stride + code[None, :]
     split = tl.program_id(1)
@@ -87,7 +91,9 @@ def short_groups_kernel(
         runs = _taken_apart(packed, BLOCK_N, CODES, LEVELS)
         for i in tl.static_range(RUNS):
             k = (tile * DEPTH + i * RUN + feature)[:, None]
-            x = load_tile(x_columns + k, k, K, EVEN_K)
+            # Copies of 16 bytes go past that cache, those of 8 do not.
+            place = tl.max_contiguous(k, (4, 1)) if CACHED else k
+            x = load_columns(x_columns + place, k, K, real, EVEN_K, BLOCK_M <= 16)
             less, more = halves_of(runs[i], zeros[i], dtype)
             acc += dot(_in_order(less, more, BLOCK_N, RUN), x) * scales[i]
         scales, zeros = ahead, zeros_ahead

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.linear.weight_only.layer import ZERO
-from fastlayers.linear.weight_only.triton_codes import decode, halves_of, load_tile, scales_of
+from fastlayers.linear.weight_only.triton_codes import decode, halves_of, load_columns, load_tile, scales_of
 from fastlayers.moe.align.triton import align
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.launch_config import LaunchConfig
@@ -35,15 +35,6 @@ from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.quant.packed_codes import run_of
 from fastlayers.runtime.launch import kernel
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, dot, release_dependents
-
-
-@triton.jit
-def _columns(pointers, k, K, real, EVEN_K: tl.constexpr):
-    """Load input features ``k`` of pairs; slots without a pair read nothing."""
-    if EVEN_K:
-        return tl.load(pointers, mask=real, other=0.0)
-    else:
-        return tl.load(pointers, mask=real & (k < K), other=0.0)
 
 
 @triton.jit
@@ -69,7 +60,7 @@ def _product(
     scale, zero = scales_of(scale_ptr, zero_ptr, group + start, row, N, ZERO, HAS_ZERO)
     for block in range(first, last):
         k = block * BLOCK_K + low
-        x = _columns(x_columns + k[:, None], k[:, None], K, real, EVEN_K)
+        x = load_columns(x_columns + k[:, None], k[:, None], K, real, EVEN_K)
         packed = load_tile(weight_rows + (block * CODES + code)[None, :], k[None, :], K, EVEN_K)
         if GROUP > 0:
             following = tl.minimum(block + 1, last - 1) * BLOCK_K // GROUP
@@ -80,7 +71,7 @@ def _product(
         if NIBBLES:
             less, more = halves_of(packed, zero[:, None], dtype)
             part = dot(less, x, part)
-            x = _columns(x_columns + (k + 16)[:, None], k[:, None], K, real, EVEN_K)
+            x = load_columns(x_columns + (k + 16)[:, None], k[:, None], K, real, EVEN_K)
             part = dot(more, x, part)
         else:
             part = dot(decode(packed, 1.0, zero[:, None], dtype, False, E4M3), x, part)
