@@ -18,7 +18,7 @@ from fastlayers.triton_lang import await_inputs, cast, dot, release_dependents
 
 
 @triton.jit
-def _taken_apart(packed, ROWS: tl.constexpr, BYTES: tl.constexpr, LEVELS: tl.constexpr):
+def taken_apart(packed, ROWS: tl.constexpr, BYTES: tl.constexpr, LEVELS: tl.constexpr):
     """Return the ``2 ** LEVELS`` runs of a tile ``[ROWS, BYTES]``, in order; Triton cuts in two only."""
     pieces = (packed,)
     for level in tl.static_range(LEVELS):
@@ -32,14 +32,14 @@ def _taken_apart(packed, ROWS: tl.constexpr, BYTES: tl.constexpr, LEVELS: tl.con
 
 
 @triton.jit
-def _in_order(low, high, ROWS: tl.constexpr, RUN: tl.constexpr):
+def in_order(low, high, ROWS: tl.constexpr, RUN: tl.constexpr):
     """Return a run's codes ``[ROWS, RUN]`` in the order of input features."""
     units = tl.join(tl.reshape(low, [ROWS, RUN // 32, 16]), tl.reshape(high, [ROWS, RUN // 32, 16]))
     return tl.reshape(tl.permute(units, (0, 1, 3, 2)), [ROWS, RUN])
 
 
 @triton.jit
-def _scales(
+def scales_of_runs(
     scale_ptr, zero_ptr, tile, column, N, K, ZERO: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr,
     RUN: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
@@ -82,20 +82,22 @@ def short_groups_kernel(
     # Weights are the left factor: it may come from registers, in which they are decoded.
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     # They are too few to be copied asynchronously: read one step ahead.
-    scales, zeros = _scales(scale_ptr, zero_ptr, first, known, N, K, ZERO, HAS_ZERO, GROUP, RUN, RUNS)
+    scales, zeros = scales_of_runs(scale_ptr, zero_ptr, first, known, N, K, ZERO, HAS_ZERO, GROUP, RUN, RUNS)
     await_inputs(PDL)
     release_dependents(PDL)
     for tile in range(first, last):
         packed = load_tile(weight_rows + tile * CODES, (tile * DEPTH + low)[None, :], K, EVEN_K)
-        ahead, zeros_ahead = _scales(scale_ptr, zero_ptr, tile + 1, known, N, K, ZERO, HAS_ZERO, GROUP, RUN, RUNS)
-        runs = _taken_apart(packed, BLOCK_N, CODES, LEVELS)
+        ahead, zeros_ahead = scales_of_runs(
+            scale_ptr, zero_ptr, tile + 1, known, N, K, ZERO, HAS_ZERO, GROUP, RUN, RUNS
+        )
+        runs = taken_apart(packed, BLOCK_N, CODES, LEVELS)
         for i in tl.static_range(RUNS):
             k = (tile * DEPTH + i * RUN + feature)[:, None]
             # Copies of 16 bytes go past that cache, those of 8 do not.
             place = tl.max_contiguous(k, (4, 1)) if CACHED else k
             x = load_columns(x_columns + place, k, K, real, EVEN_K, BLOCK_M <= 16)
             less, more = halves_of(runs[i], zeros[i], dtype)
-            acc += dot(_in_order(less, more, BLOCK_N, RUN), x) * scales[i]
+            acc += dot(in_order(less, more, BLOCK_N, RUN), x) * scales[i]
         scales, zeros = ahead, zeros_ahead
     if SPLITS == 1 and HAS_BIAS:
         acc += tl.load(bias_ptr + column, mask=column < N, other=0.0).to(tl.float32)[:, None]
