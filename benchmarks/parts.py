@@ -447,7 +447,8 @@ HISTORY = {
     "gather_columns_h100.jsonl": "candidates for FP8 rows whose scales lie in columns; benchmarks/notes/exchange.md",
     "two_gpus_exchange_h100.jsonl": "two.rows on two H100s; two.rows measures today's",
     "weight_only_h100.jsonl": "weight_only on an H100, with a ladder of one shape; benchmarks/notes/linear.md",
-    "host_again_h200.jsonl": "host_time.*, patch_plain.*, first tokens and cold starts again, two parts side by side",
+    "host_again_h200.jsonl": "host_time.*, patch_plain.*, first tokens, cold starts and patch_* beside other parts",
+    "fp8_linear_again_h200.jsonl": "fp8_linear.tp1 alone, at a later commit than the page's",
     "models_h100.jsonl": "host_time.* and generate.* on an H100",
     "serve_pace_h200.jsonl": "what servers did from commit to commit; serve.* measures today's",
 }
