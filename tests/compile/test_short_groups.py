@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -13,11 +12,10 @@ import pytest
 from fastlayers import env
 from fastlayers.linear.weight_only.layer import WeightOnlyLinearConfig
 from fastlayers.linear.weight_only.triton import TritonWeightOnlyLinear, candidates
-from fastlayers.moe.fused_moe.triton.backend import TritonFusedMoE
 from fastlayers.testing.compile_check import KernelBuild, compile_for, compiled_for
 
 sys.path.insert(0, str(Path(__file__).parent))
-from recorded import QWEN3_EXPERTS, _at, _run, recording
+from recorded import _at, _run, recording
 
 pytestmark = [pytest.mark.compile, pytest.mark.skipif(env.triton_interpret(), reason="Triton interprets, not compiles")]
 # Whose x may be in shared memory twice an SM, with the tiles of codes.
@@ -105,21 +103,3 @@ def test_rows_that_are_not_there_are_not_read(group: int, depth: int) -> None:
     (build,) = (each for each in recorder.builds.values() if each.kernel.__name__ != "add_splits_kernel")
     loads = re.findall(r"tt\.load (.*) : tensor<\d+x16x!tt\.ptr<bf16>>", compiled_for(build).asm["ttir"])
     assert loads and all(load.count("%") == 3 for load in loads), loads  # an address, a mask, and what else is there
-
-
-@pytest.mark.parametrize(("group", "zero"), [(128, False), (128, True), (64, True), (32, False), (32, True)])
-def test_steps_of_several_groups_of_experts_stay_in_registers(group: int, zero: bool) -> None:
-    cfg = replace(QWEN3_EXPERTS, quant="w4a16", group_size=group, zero_point=zero)
-    with recording() as recorder:
-        for plan in TritonFusedMoE.candidates(cfg, 1):
-            if plan["m"] == 1 and plan["k1"] > group and plan["splits"] == 1:
-                for case in _at("fused_moe", (1,), cfg):
-                    _run("fused_moe", TritonFusedMoE(cfg, plan), case)
-    found = [each for each in recorder.builds.values() if each.constexprs.get("LEVELS")]
-    assert {each.kernel.__name__ for each in found} == {"packed_gate_up_kernel", "packed_down_kernel"}
-    for build in found:
-        report, ttgir = compile_for(build), compiled_for(build).asm["ttgir"]
-        assert report.spills == 0 and report.shared <= HALF_OF_SHARED, report
-        loop = ttgir.partition("scf.for")[2].partition("scf.yield")[0]
-        assert loop.count("ttng.warp_group_dot ") == 1 << build.constexprs["LEVELS"]
-        assert "ttg.convert_layout" not in loop and "ttg.local_store" not in loop and "ttg.local_alloc" not in loop

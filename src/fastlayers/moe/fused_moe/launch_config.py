@@ -359,10 +359,6 @@ def _packed_plans(cfg: FusedMoEConfig, num_tokens: int, pairs: int) -> list[Laun
         if m <= 32:
             shapes = [(32, 64, depth, 4, 4), (32, 64, depth, 4, 6), (64, 64, depth, 4, 3), (64, 128, depth, 8, 3)]
             shapes += [(16, 32, depth, 4, 6), (32, 64, max(32, depth // 2), 4, 6)]
-            if m == 1 and cfg.quant == "w4a16" and cfg.group_size > 0 and depth < cfg.intermediate_size:
-                # Steps of several groups, for which a program of a pair waits half or a quarter as often.
-                deep = min(256, 4 * depth)
-                shapes[2:2] = [(32, 64, deep, 4, 3), (32, 64, deep, 4, 4)]
         else:
             # Four warps have no registers for the larger tiles.
             shapes = [(64, 128, depth, 8, 3), (32, 64, depth, 4, 4), (32, 64, depth, 8, 4)]

@@ -9,8 +9,7 @@ which they are decoded. Gate and up rows lie in turns in a tile: one product, an
     gate_up   a[pair] = act(x[token of pair] @ w13[expert of pair]^T)          in the dtype of x
     down      partial[pair, split] = weight of pair · (a[pair] @ w2[expert]^T over a part of the columns)        fp32
 
-Few tokens need no alignment: each pair is a block of its own, most of whose columns are empty. Their programs wait for
-one step after the other, so that a step may take several runs of nibbles, as linears' do (triton_groups.py).
+Few tokens need no alignment: each pair is a block of its own, most of whose columns are empty.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import triton.language as tl
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.linear.weight_only.layer import ZERO
 from fastlayers.linear.weight_only.triton_codes import decode, halves_of, load_columns, load_tile, scales_of
-from fastlayers.linear.weight_only.triton_groups import in_order, scales_of_runs, taken_apart
 from fastlayers.moe.align.triton import align
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.launch_config import LaunchConfig
@@ -44,18 +42,12 @@ def _product(
     weight_rows, x_columns, scale_ptr, zero_ptr, first_group, row, real, first, last, N, K,
     dtype: tl.constexpr, ZERO: tl.constexpr, HAS_ZERO: tl.constexpr, NIBBLES: tl.constexpr, E4M3: tl.constexpr,
     GROUP: tl.constexpr, EVEN_K: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-    LEVELS: tl.constexpr,
 ):  # fmt: skip
     """Return fp32 ``[ROWS, BLOCK_M]``: weight rows times pairs over the blocks of BLOCK_K columns from first to last.
 
     ``row`` ``[ROWS]``: of the ``N`` that a group's scales are of, an expert's begin with ``first_group``. ``real``
     ``[1, BLOCK_M]``: slots with a pair.
     """
-    if LEVELS > 0:
-        return _product_of_runs(
-            weight_rows, x_columns, scale_ptr, zero_ptr, first_group, row, real, first, last, N, K, dtype, ZERO,
-            HAS_ZERO, GROUP, EVEN_K, ROWS, BLOCK_M, BLOCK_K >> LEVELS, LEVELS,
-        )  # fmt: skip
     CODES: tl.constexpr = BLOCK_K // 2 if NIBBLES else BLOCK_K
     code = tl.arange(0, CODES)
     # Input features of a tile's codes: of low halves, or of whole bytes. High halves are 16 further.
@@ -88,44 +80,13 @@ def _product(
     return acc if GROUP > 0 else acc * scale[:, None]
 
 
-@triton.jit
-def _product_of_runs(
-    weight_rows, x_columns, scale_ptr, zero_ptr, first_group, row, real, first, last, N, K,
-    dtype: tl.constexpr, ZERO: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, RUN: tl.constexpr, LEVELS: tl.constexpr,
-):  # fmt: skip
-    """Return what :func:`_product` does of nibbles; a block is ``2 ** LEVELS`` runs that each lie in one group."""
-    RUNS: tl.constexpr = 1 << LEVELS
-    CODES: tl.constexpr = RUN * RUNS // 2
-    code, feature = tl.arange(0, CODES), tl.arange(0, RUN)
-    low = (code // 16) * 32 + code % 16
-    own, own_zero = scale_ptr + first_group * N, zero_ptr + first_group * N
-    acc, column = tl.zeros([ROWS, BLOCK_M], tl.float32), row[:, None]
-    scales, zeros = scales_of_runs(own, own_zero, first, column, N, K, ZERO, HAS_ZERO, GROUP, RUN, RUNS)
-    for block in range(first, last):
-        k = block * 2 * CODES + low
-        packed = load_tile(weight_rows + (block * CODES + code)[None, :], k[None, :], K, EVEN_K)
-        ahead, zeros_ahead = scales_of_runs(
-            own, own_zero, block + 1, column, N, K, ZERO, HAS_ZERO, GROUP, RUN, RUNS
-        )  # fmt: skip
-        runs = taken_apart(packed, ROWS, CODES, LEVELS)
-        for i in tl.static_range(RUNS):
-            k = (block * 2 * CODES + i * RUN + feature)[:, None]
-            x = load_columns(x_columns + k, k, K, real, EVEN_K)
-            less, more = halves_of(runs[i], zeros[i], dtype)
-            acc += dot(in_order(less, more, ROWS, RUN), x) * scales[i]
-        scales, zeros = ahead, zeros_ahead
-    return acc
-
-
 @kernel(do_not_specialize=("num_pairs", "tiles_m"))
 def packed_gate_up_kernel(
     x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, sorted_ptr, expert_ptr, total_ptr,
     num_pairs, tiles_m, num_experts, D, I, x_stride, w_stride, groups, alpha, limit,
     PER_TOKEN: tl.constexpr, OAI: tl.constexpr, HAS_BIAS: tl.constexpr, DIRECT: tl.constexpr, ZERO: tl.constexpr,
     HAS_ZERO: tl.constexpr, NIBBLES: tl.constexpr, E4M3: tl.constexpr, GROUP: tl.constexpr, BAND: tl.constexpr,
-    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LEVELS: tl.constexpr,
-    PDL: tl.constexpr,
+    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Gather token rows, multiply by gate and up rows of one expert in turns, apply the activation."""
     tile_m, tile_n = program_tile(tiles_m, tl.cdiv(I, BLOCK_N), BAND)
@@ -144,7 +105,7 @@ def packed_gate_up_kernel(
     both = _product(
         w_ptr + (expert * 2 * I + row[:, None]) * w_stride, x_ptr + token[None, :] * x_stride, scale_ptr, zero_ptr,
         expert * groups, row, real[None, :], 0, tl.cdiv(D, BLOCK_K), 2 * I, D, x_ptr.dtype.element_ty, ZERO,
-        HAS_ZERO, NIBBLES, E4M3, GROUP, EVEN_K, 2 * BLOCK_N, BLOCK_M, BLOCK_K, LEVELS,
+        HAS_ZERO, NIBBLES, E4M3, GROUP, EVEN_K, 2 * BLOCK_N, BLOCK_M, BLOCK_K,
     )  # fmt: skip
     if HAS_BIAS:
         both += tl.load(bias_ptr + expert * 2 * I + row).to(tl.float32)[:, None]
@@ -161,8 +122,7 @@ def packed_down_kernel(
     num_pairs, tiles_m, num_experts, D, I, w_stride, groups,
     HAS_BIAS: tl.constexpr, DIRECT: tl.constexpr, ZERO: tl.constexpr, HAS_ZERO: tl.constexpr, NIBBLES: tl.constexpr,
     E4M3: tl.constexpr, GROUP: tl.constexpr, LINES: tl.constexpr, BAND: tl.constexpr, SPLITS: tl.constexpr,
-    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LEVELS: tl.constexpr,
-    PDL: tl.constexpr,
+    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply the pairs' inner rows by the down projection, add the bias, weigh; fp32 rows of pairs and splits."""
     tile_m, tile_n = program_tile(tiles_m, tl.cdiv(D, BLOCK_N), BAND)
@@ -191,7 +151,7 @@ def packed_down_kernel(
     acc = _product(
         w_rows[:, None], a_ptr + place[None, :] * I, scale_ptr, zero_ptr, expert * groups, row,
         real[None, :], first, last, D, I, a_ptr.dtype.element_ty, ZERO, HAS_ZERO, NIBBLES, E4M3, GROUP, EVEN_K,
-        BLOCK_N, BLOCK_M, BLOCK_K, LEVELS,
+        BLOCK_N, BLOCK_M, BLOCK_K,
     )  # fmt: skip
     if HAS_BIAS:
         bias = tl.load(bias_ptr + expert * D + row).to(tl.float32)
@@ -217,10 +177,8 @@ def packed_experts(
         sorted_ids, expert_ids, total = align(ids, experts, height)
         blocks = expert_ids.shape[0]
     e4m3, run = cfg.quant == "fp8_w8a16", run_of(cfg.group_size, x.dtype)
-    # A tile ends with its group at the latest, or is several runs.
-    several = cfg.quant == "w4a16" and cfg.group_size > 0 and height <= 16 and x.dtype != torch.float32
-    levels = [(each.k // run).bit_length() - 1 if several and each.k > run else 0 for each in (first, second)]
-    depths = [run << level if level else min(run, each.k) for level, each in zip(levels, (first, second), strict=True)]
+    # A tile ends with its group at the latest.
+    depths = min(run, first.k), min(run, second.k)
     w13, w2 = (w.view(torch.uint8) if e4m3 else w for w in (packed.w13, packed.w2))
     z13, z2 = (
         s if z is None else z for z, s in ((packed.w13_zero, packed.w13_scale), (packed.w2_zero, packed.w2_scale))
@@ -235,14 +193,14 @@ def packed_experts(
         expert_ids, total, pairs, blocks, experts, hidden, inner, x.stride(0), w13.stride(1),
         packed.w13_scale.shape[1], cfg.alpha, cfg.limit, PER_TOKEN=ids.shape[1], OAI=cfg.activation == "swiglu_oai",
         HAS_BIAS=packed.w13_bias is not None, EVEN_K=hidden % depths[0] == 0, BLOCK_N=first.n, BLOCK_K=depths[0],
-        LEVELS=levels[0], num_warps=first.warps, num_stages=first.stages, **shared,
+        num_warps=first.warps, num_stages=first.stages, **shared,
     )  # fmt: skip
     partial = x.new_empty(pairs, plan.splits, hidden, dtype=torch.float32)
     packed_down_kernel[(blocks * cdiv(hidden, second.n), plan.splits)](
         rows, w2, packed.w2_scale, z2, weights if packed.w2_bias is None else packed.w2_bias, weights, partial,
         sorted_ids, expert_ids, total, pairs, blocks, experts, hidden, inner, w2.stride(1), packed.w2_scale.shape[1],
         HAS_BIAS=packed.w2_bias is not None, LINES=next_power_of_2(cdiv(w2.stride(1), 128)), SPLITS=plan.splits,
-        EVEN_K=inner % depths[1] == 0, BLOCK_N=second.n, BLOCK_K=depths[1], LEVELS=levels[1], num_warps=second.warps,
+        EVEN_K=inner % depths[1] == 0, BLOCK_N=second.n, BLOCK_K=depths[1], num_warps=second.warps,
         num_stages=second.stages, **shared,
     )  # fmt: skip
     return partial
