@@ -350,7 +350,8 @@ class _Undependent:
     """A driver whose prepared launches wait for the kernels in front of them."""
 
     def __init__(self, usual: Any) -> None:
-        self.device, self.stream, self._prepare = usual.device, usual.stream, usual.prepare
+        self.device, self.stream, self.maker = usual.device, usual.stream, usual.maker
+        self._prepare = usual.prepare
 
     def prepare(self, compiled: Any) -> Any:
         """Prepare a launch without the attribute of a dependent one."""

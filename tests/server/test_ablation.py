@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import fastlayers as fl
 from fastlayers.errors import ArgumentError
+from fastlayers.runtime import launch
 from fastlayers_server.ablation import SWITCHES, Stack, _Undependent, relative_rms, replaced, stack_of, switch_row
 from fastlayers_server.cli import app
 from fastlayers_server.known_models import DEEPSEEK_V3, GPT_OSS_20B
@@ -137,7 +138,7 @@ def test_replaced_gives_back_what_was_there() -> None:
 
 def test_launches_are_prepared_without_the_attribute_and_it_comes_back() -> None:
     class Usual:
-        device = stream = None
+        device = stream = maker = None
 
         @staticmethod
         def prepare(compiled: Any) -> bool:
@@ -151,6 +152,8 @@ def test_launches_are_prepared_without_the_attribute_and_it_comes_back() -> None
         run = Run()
 
     assert Usual.prepare(Compiled) is True and _Undependent(Usual).prepare(Compiled) is False
+    asked = {name for name in dir(launch.driver) if not name.startswith("_")}
+    assert asked >= {"device", "stream", "prepare", "maker"} and asked <= {*dir(_Undependent(Usual))}
     assert Compiled.run.launch_pdl is True
 
 
