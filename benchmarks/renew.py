@@ -72,7 +72,7 @@ def command_of(part: Part, folder: Path, workers: int) -> list[str]:
     places = {"out": folder / Path(part.result).name, "dir": folder, "workers": workers}
     first, *rest = (word.format(**places) for word in shlex.split(part.command))
     starts = {
-        "pytest": ["-m", "pytest"], "fastlayers": ["-m", "fastlayers_server.cli"],
+        "pytest": ["-m", "pytest"], "fastlayers": ["-m", "fastlayers_server"],
         "ranks": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(part.gpus)],
     }  # fmt: skip
     return [sys.executable, *starts.get(first, [first]), *rest]

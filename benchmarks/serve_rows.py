@@ -35,7 +35,7 @@ from fastlayers.device import as_device
 from fastlayers.runtime.kernel_cache import STORES, ensure
 from fastlayers.tuning.provenance import loop_ms, provenance
 
-CLI = [sys.executable, "-m", "fastlayers_server.cli"]
+CLI = [sys.executable, "-m", "fastlayers_server"]
 PROMPT, ANSWER = 512, 128
 PREFIX, MORE, SHARED = 2048, 128, 64
 LOAD = 0.7

@@ -316,7 +316,7 @@ def run(given: argparse.Namespace, model: str, flags: list[str]) -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    command = [sys.executable, "-m", "fastlayers_server.cli", "serve", model, "--port", str(port), *flags]
+    command = [sys.executable, "-m", "fastlayers_server", "serve", model, "--port", str(port), *flags]
     server = subprocess.Popen([*command, "--log-level", "warning"])
     try:
         said = asyncio.run(soaked(f"http://127.0.0.1:{port}", server.pid, given))

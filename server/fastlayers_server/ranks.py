@@ -1,12 +1,7 @@
-"""Commands over several processes: the one that a person starts starts the others by torchrun, and waits for them.
-
-``python -m fastlayers_server.ranks`` is torchrun without its report: a process that fails says why itself, and one that
-hangs is asked where (SIGUSR1, which reaches all of them).
-"""
+"""Commands over several processes: the one that a person starts starts the others by torchrun, and waits for them."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import os
@@ -14,20 +9,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from fastlayers import env
 from fastlayers.comm.ranks import Ranks
 from fastlayers.errors import ArgumentError
+from fastlayers_server.torchrun import state_of
 
 # Processes that one command starts at most: a mistyped number is not to take the machine.
 MOST = 64
 STORE_SECONDS, SAYING_SECONDS = 5, 1.0  # that the store may take to answer, and that an error takes to be printed
-ANSWER_SECONDS = 0.05  # in which a rank says where it is
-SILENT = dict.fromkeys("Tt", " is stopped and does not answer") | {"D": " waits in the kernel and may not answer"}
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
@@ -56,7 +49,7 @@ def started_elsewhere(ranks: Ranks) -> bool:
     if ranks.processes > MOST:
         accepted = f"at most {MOST} processes of this host; torchrun starts more over several"
         raise ArgumentError("fastlayers", "--tp × --dp", ranks.processes, accepted)
-    command = [*launcher(ranks.processes, "fastlayers_server.cli"), *sys.argv[1:]]
+    command = [*launcher(ranks.processes, "fastlayers_server"), *sys.argv[1:]]
     if code := subprocess.run(command, check=False).returncode:
         if code < 0:  # so it could not say anything, and its processes are gone with it
             print(f"error: torchrun was ended by {signal.Signals(-code).name}", file=sys.stderr)
@@ -92,10 +85,10 @@ def check_experts(command: str, ep: int, processes: int, flags: str) -> None:
         raise ArgumentError(command, "--ep", ep, f"a divisor of {flags} = {processes}")
 
 
-def launcher(processes: int, module: str, program: str = "fastlayers_server.ranks") -> list[str]:
+def launcher(processes: int, module: str, program: str = "fastlayers_server.torchrun") -> list[str]:
     """Return the command that runs a module in so many processes of this host; its arguments are appended.
 
-    ``program``: the module that calls :func:`launch`.
+    ``program``: the module that calls :func:`fastlayers_server.torchrun.launch`.
     """
     options = ["--standalone", "--max-restarts", "0", "--nproc-per-node", str(processes)]
     return [sys.executable, "-m", program, *options, "-m", module]
@@ -132,11 +125,6 @@ def end_with_launcher() -> None:
         os._exit(1)
 
 
-def _state(process: int) -> str:
-    """Return the letter by which Linux tells what a process does; an :class:`OSError` where it cannot be read."""
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-
-
 def ended(process: int) -> bool:
     """Return whether a process is gone, or has ended while whoever started it has not asked for its exit code."""
     try:
@@ -146,55 +134,6 @@ def ended(process: int) -> bool:
     except PermissionError:  # somebody else's, but there
         return False
     try:
-        return _state(process) == "Z"
+        return state_of(process) == "Z"
     except OSError:  # no such files on this system, or gone meanwhile
         return False
-
-
-def _ask_all(number: int, frame: object) -> None:
-    """Pass a signal on to the ranks, one after the other, and say whose answer follows, or that none will."""
-    pids = [pid for thread in Path("/proc/self/task").glob("*/children") for pid in thread.read_text().split()]
-    for pid in sorted(map(int, pids)):  # as they were started
-        with contextlib.suppress(OSError):  # it is gone
-            given = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            rank = next((each[5:].decode() for each in given if each.startswith(b"RANK=")), "unknown")
-            silent = SILENT.get(_state(pid), "")
-            os.write(2, f"rank {rank} (pid {pid}){silent}:\n".encode())  # what is in the middle of a print cannot print
-            os.kill(pid, number)
-            time.sleep(ANSWER_SECONDS)
-
-
-def launch(arguments: Sequence[str], told: Callable[[str], None]) -> int:
-    """Run torchrun with these arguments, and return the exit code; ``told`` hears which process a signal ended."""
-    try:
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.run import main
-    except KeyboardInterrupt:  # torchrun takes signals from its start on; importing it is seconds
-        return 128 + signal.SIGINT
-
-    signal.signal(signal.SIGUSR1, _ask_all)
-    logging.disable(logging.ERROR)
-    try:
-        main(arguments)
-    except ChildFailedError as error:
-        # Of those of the same second a signal is the cause of the others, unless it is torchrun's own.
-        rank, first = min(
-            error.failures.items(), key=lambda each: (each[1].timestamp, not _signalled(each[1].exitcode))
-        )
-        if first.exitcode == -signal.SIGINT:  # a terminal's, which torchrun hears as well
-            return 128 + signal.SIGINT
-        if first.exitcode < 0:  # by a signal, so it could not say anything
-            told(f"the process of rank {rank} was ended by {first.signal_name()}")
-        return max(1, first.exitcode)
-    except SignalException as error:  # its processes are gone by then
-        return 128 + error.sigval
-    return 0
-
-
-def _signalled(exitcode: int) -> bool:
-    return exitcode < 0 and exitcode != -signal.SIGTERM
-
-
-if __name__ == "__main__":
-    raise SystemExit(launch(sys.argv[1:], lambda said: print(f"error: {said}", file=sys.stderr)))

@@ -90,7 +90,7 @@ def test_three_import_packages_in_one_distribution():
 
 
 def test_console_script_is_at_the_top_of_the_pyramid():
-    assert PROJECT["project"]["scripts"] == {"fastlayers": "fastlayers_server.cli:main"}
+    assert PROJECT["project"]["scripts"] == {"fastlayers": "fastlayers_server.__main__:main"}
 
 
 def test_constraints_pin_what_the_tests_rely_on():

@@ -31,7 +31,7 @@ from fastlayers.runtime.held_directory import release
 from fastlayers_server.engine import protocol as p
 from fastlayers_server.engine.child import REFUSED, Child, ChildThread, Make, build
 from fastlayers_server.engine.config import EngineConfig
-from fastlayers_server.ranks import ANSWER_SECONDS
+from fastlayers_server.torchrun import ANSWER_SECONDS
 
 log = logging.getLogger(__name__)
 RESTARTS, RESTART_SECONDS = 3, 600.0  # more deaths than so many in so long are the end

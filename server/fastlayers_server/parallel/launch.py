@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from fastlayers_server.ranks import launch
+from fastlayers_server.torchrun import launch
 
 log = logging.getLogger("fastlayers_server.parallel.launch")  # it runs as __main__
 

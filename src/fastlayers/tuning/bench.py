@@ -32,8 +32,9 @@ PEER_BOUND = Bound(0.04, 0.2)
 def describe_run(device: torch.device | str) -> dict[str, Any]:
     """Return what the numbers depend on: command, sources, versions, device."""
     found = {name: package(name, load=False).version for name in OPTIONAL_PACKAGES}
+    program = Path(sys.argv[0])  # of `python -m PACKAGE` it is the file that begins it
     return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join(["fastlayers" if program.name == "__main__.py" else program.name, *sys.argv[1:]]),
         **provenance(), "built": builds.summary(),
         "fastlayers": fl.__version__, "python": platform.python_version(), "torch": torch.__version__,
         "packages": {name: version for name, version in found.items() if version is not None},

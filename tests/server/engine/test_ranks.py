@@ -30,8 +30,9 @@ from fastlayers_server.parallel import channel, follower
 from fastlayers_server.parallel import child as parallel_child
 from fastlayers_server.parallel.frames import Mirror, encode
 from fastlayers_server.parallel.leader import Leader
-from fastlayers_server.ranks import ended, launch, launcher
+from fastlayers_server.ranks import ended, launcher
 from fastlayers_server.serve_config import parse
+from fastlayers_server.torchrun import launch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_process import Front, gone  # type: ignore[import-not-found]
@@ -199,7 +200,7 @@ while True:
 """
 LAUNCHER = f"""
 import signal, subprocess, sys
-from fastlayers_server.ranks import _ask_all
+from fastlayers_server.torchrun import _ask_all
 signal.signal(signal.SIGUSR1, _ask_all)
 subprocess.Popen([sys.executable, "-c", {RANK!r}]).wait()
 """
@@ -417,7 +418,7 @@ def test_ctrl_c_while_torchrun_is_imported_ends_a_command_without_a_word(monkeyp
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_who_ends_a_command_of_several_ranks_reads_no_traceback(number: signal.Signals) -> None:
     """A terminal's interrupt reaches all processes, and none waits for another to end its answer."""
-    command = [*launcher(2, "fastlayers_server.cli"), "generate", "Once", "--max-new-tokens", "250"]
+    command = [*launcher(2, "fastlayers_server"), "generate", "Once", "--max-new-tokens", "250"]
     command += ["--temperature", "3", "--tp", "2"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as started:
         assert started.stdout is not None and started.stderr is not None
