@@ -204,6 +204,14 @@ def sources() -> list[str]:
     return list(lines)
 
 
+def _cores(row: Row) -> str:
+    """Return of how many cores a figure is the median, and those of all that were measured."""
+    if "own_cores" not in row:
+        return ""
+    of_all = sorted(row["by_core_ms"])
+    return f" ({row['own_cores']} cores that nobody shared; all {len(of_all)}: {of_all[0]} to {of_all[-1]})"
+
+
 def latencies() -> str:
     """What a person waits for around the captured decode step: uncaptured steps, first tokens, patched first tokens."""
     lines = ["| what | measured | of the device | target |", "|---|---|---|---|"]
@@ -211,7 +219,7 @@ def latencies() -> str:
     for row in lines_of("host_time"):
         if "wall_ms" in row:
             lines.append(
-                f"| {row['model']}, forward of 16 tokens, not captured | {row['wall_ms']} ms, "
+                f"| {row['model']}, forward of 16 tokens, not captured | {row['wall_ms']} ms{_cores(row)}, "
                 f"{row['calls_in_a_layer']} calls a layer | {row['device_ms']} ms | {limits[row['model']]} ms |"
             )
         elif "stock_ms" in row:
