@@ -4,9 +4,9 @@ A forward of 16 tokens (one prompt) of models of real dimensions with random wei
 device (sum of its kernels), kernels, and Python's calls in one decoder layer as cProfile counts them. The clock's are
 the median of several cores of the host, each for itself, that nobody shares just then: on one that is shared, a loop
 that is Python's alone takes twice as long, too. ``by_core_ms`` and ``loop_by_core_ms`` have all cores.
-With ``--patch``, the same models of Hugging Face: a decode step of ``generate`` at batch 1, stock and with ``fl.patch(model)`` without
-graphs, by turns in one process, and the memory that either takes at most. One JSON line a row; the first describes the
-run.
+With ``--patch``, the same models of Hugging Face: a decode step of ``generate`` at batch 1, stock and with
+``fl.patch(model)`` without graphs, by turns in one process, and the memory that either takes at most. One JSON line a
+row; the first describes the run.
 """
 
 from __future__ import annotations
