@@ -197,6 +197,7 @@ OTHERS = {
     r"rms_norm-codes-.*": ("fp8_linear", "triton"),  # which takes the codes, and without which nobody asks for them
     r"fused_moe-DeepGemmFusedMoE-.*": ("fused_moe", "deep_gemm"),
     r"fused_moe-DeepGemmMaskedFusedMoE-.*": ("fused_moe", "deep_gemm_masked"),
+    r"fused_moe-vectors-(?P<case>.+)": ("fused_moe", "triton"),
     r"fused_moe-rows": ("fused_moe", "sgl_kernel"),
     r"\d+-[\d_]+": ("fused_moe", "triton_swizzled"),
 }
