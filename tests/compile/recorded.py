@@ -297,8 +297,9 @@ def _rows(recorder: Recorder) -> None:
                 for case in _at("fused_moe", (4, 128, 4096), cfg):
                     recorder.label = f"fused_moe-{backend.__name__}-{case.name}"
                     _run("fused_moe", backend(cfg), case)
-    vectors = next(config for config in candidates(replace(V3_EXPERTS, dtype=BF16), 1) if config["m"] == 0)
-    for case in _at("fused_moe", (1,), replace(V3_EXPERTS, dtype=BF16)):
+    packed = replace(QWEN3_EXPERTS, quant="w4a16", group_size=128, zero_point=True)
+    for case in _at("fused_moe", (1,), replace(V3_EXPERTS, dtype=BF16), packed):
+        vectors = next(config for config in candidates(case.cfg, 1) if config["m"] == 0)
         recorder.label = f"fused_moe-vectors-{case.name}"  # which no rule takes, but tables do
         _run("fused_moe", TritonFusedMoE(case.cfg, vectors), case)
     ids, rows = _empty(128, 8, dtype=torch.int32), _empty(128, 7168, dtype=BF16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -85,3 +86,37 @@ def test_all_programs_of_both_fp8_products_fit_at_once() -> None:
     for (_, build), outputs in zip(sorted(found.items()), rows, strict=True):
         threads, registers = 32 * build.num_warps, -(-compile_for(build).registers // 8) * 8
         assert 132 * (65536 // (threads * registers)) >= outputs // build.constexprs["BLOCK_N"]
+
+
+NIBBLES = replace(QWEN3_EXPERTS, quant="w4a16", group_size=128, zero_point=True)
+PACKED_PLANS = [plan for config in candidates(NIBBLES, 1) if (plan := LaunchConfig.of(config)).first.m == 0]
+
+
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("plan", PACKED_PLANS, ids=lambda plan: "-".join(map(str, plan.numbers()[4:])))
+def test_no_vectors_of_nibbles_spill(plan: LaunchConfig, group: int) -> None:
+    found = launches(replace(NIBBLES, group_size=group), plan)
+    assert sorted(found) == ["packed_vector_in_kernel", "packed_vector_out_kernel"]
+    for build in found.values():
+        assert compile_for(build).spills == 0, build.kernel.__name__
+
+
+def test_all_programs_of_both_products_of_nibbles_fit_at_once() -> None:
+    found = launches(NIBBLES, PACKED_PLANS[0])
+    rows = NIBBLES.pairs_per_token * NIBBLES.intermediate_size, NIBBLES.hidden_size
+    for (_, build), outputs in zip(sorted(found.items()), rows, strict=True):
+        threads, registers = 32 * build.num_warps, -(-compile_for(build).registers // 8) * 8
+        assert 132 * (65536 // (threads * registers)) >= outputs // build.constexprs["BLOCK_N"]
+
+
+def test_codes_come_sixteen_bytes_at_a_time_and_zero_points_once_a_thread_and_row() -> None:
+    """Codes of the second product all before the wait; its inner rows behind it."""
+    codes, zeros = {}, {}
+    for name, build in launches(NIBBLES, PACKED_PLANS[0]).items():
+        before, wait, after = compiled_for(build).asm["ptx"].partition("griddepcontrol.wait")
+        assert wait and "st.global" not in before
+        codes[name] = len(re.findall(EVICTED, before)), len(re.findall(EVICTED, before + after))
+        zeros[name] = (before + after).count("ld.global.b16")
+    # Eight rows of one tile; two outputs of three tiles each, whose groups are as many threads apart.
+    assert codes == {"packed_vector_in_kernel": (0, 8), "packed_vector_out_kernel": (6, 6)}
+    assert zeros == {"packed_vector_in_kernel": 8, "packed_vector_out_kernel": 6}

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,8 +17,13 @@ from fastlayers import env
 from fastlayers.comm.parallel import Axis
 from fastlayers.errors import ArgumentError, CheckpointError
 from fastlayers.linear.weight_only.layer import quantize_weight_only
+from fastlayers.moe.fused_moe.cases import make_inputs, prepare, run
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.gpt_oss_slots import StackedExpertNames
+from fastlayers.moe.fused_moe.launch_config import LaunchConfig, Tile, plan_for
+from fastlayers.moe.fused_moe.reference import ReferenceFusedMoE
+from fastlayers.moe.fused_moe.triton import backend as triton_backend
+from fastlayers.moe.fused_moe.triton import packed_vector
 from fastlayers.moe.fused_moe.triton.backend import TritonFusedMoE
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.moe.placement.planner import EplbConfig
@@ -22,7 +31,13 @@ from fastlayers.moe.placement.table import ExpertPlacement
 from fastlayers.quant.block_quant import E4M3
 from fastlayers.quant.packed_codes import pack_words, run_of, unpack_nibbles
 from fastlayers.quant.spec import QuantSpec
+from fastlayers.registry.spec import Case
+from fastlayers.testing.parity import compare, poisoned_memory
+from fastlayers.testing.spec import spec_of
 from fastlayers.weights import slots
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from planted_faults import planted
 
 D, INNER, E, K, GROUP = 64, 96, 3, 2, 32
 FP32 = torch.float32
@@ -377,6 +392,78 @@ def test_plans_have_columns_for_every_split(inner: int, group: int) -> None:
         blocks = -(-inner // min(each["k2"], run_of(group, torch.bfloat16)))
         assert (each["splits"] - 1) * -(-blocks // each["splits"]) < blocks, each
     assert {each["splits"] for each in found} == ({1, 2} if inner > 32 else {1})
+
+
+# Columns in several groups a tile, or in several tiles; outputs of a program and tiles ahead that are not alike.
+NIBBLES = FusedMoEConfig(64, 64, 3, 2, quant="w4a16", group_size=32, zero_point=True, dtype=torch.bfloat16)
+VECTORS = LaunchConfig(Tile(0, 8, 64, 1, 1), Tile(0, 4, 32, 1, 3))
+TILES = LaunchConfig(Tile(0, 16, 32, 1, 1), Tile(0, 8, 64, 1, 1))
+MORE = {"activation": "swiglu_oai", "bias": True, "scaling_factor": 1.5}
+DEEP = {"hidden_size": 128, "intermediate_size": 128, "top_k": 1, "group_size": 128}
+
+
+def by_vectors(cfg: FusedMoEConfig, plan: LaunchConfig, tokens: int, module: ModuleType = packed_vector) -> None:
+    """Compare matrix-vector products with the reference; of several tokens one pair is dropped."""
+    spec = spec_of("fused_moe")
+    case = Case("few", cfg, {"num_tokens": tokens, "dtype": cfg.dtype, "load": "uneven"})
+    given, oracle = make_inputs(case, torch.device("cpu"), 5), ReferenceFusedMoE(cfg)
+    if tokens > 1:
+        given["topk_ids"][1, 0] = -1
+    ours, wanted = TritonFusedMoE(cfg, plan.config()), run(oracle, given, prepare(oracle, given))["y"]
+    with pytest.MonkeyPatch.context() as patch, poisoned_memory():
+        patch.setattr(triton_backend, "packed_vector_experts", module.packed_vector_experts)
+        patch.setattr(triton_backend, "packed_experts", None)
+        y = run(ours, given, prepare(ours, given))["y"]
+    compare("y", y, wanted, spec.bounds(case).get("y"))
+
+
+@pytest.mark.parametrize(
+    ("more", "plan", "tokens"),
+    [
+        ({}, VECTORS, 1), ({"zero_point": False, "num_shared": 1, "top_k": 1, "intermediate_size": 32}, VECTORS, 2),
+        ({"intermediate_size": 32}, TILES, 4), ({"group_size": 64, "zero_point": False}, VECTORS, 1),
+        ({"group_size": 64, **MORE}, TILES, 2), (DEEP, VECTORS, 1), (DEEP | {"zero_point": False}, TILES, 1),
+        ({"hidden_size": 96, "intermediate_size": 96, "top_k": 1}, VECTORS, 1),
+        ({"hidden_size": 96, "intermediate_size": 96, "num_shared": 1, **MORE}, TILES, 1),
+    ],
+)  # fmt: skip
+def test_matrix_vector_products_give_the_reference(more: dict[str, Any], plan: LaunchConfig, tokens: int) -> None:
+    by_vectors(replace(NIBBLES, **more), plan, tokens)
+
+
+MUTANTS = {
+    "high codes meet low features": ("_load(x_row + k + 16,", "_load(x_row + k,"),
+    "scales of the first group": ("group = (i * BLOCK_K + tl.arange(0, RUNS)", "group = (tl.arange(0, RUNS) * 0"),
+    "up is gate": ("place = row + I - BLOCK_N if row >= BLOCK_N else row", "place = row % BLOCK_N"),
+    "no zero points": ('return scale, _load(zero_ptr + at, inside, EVEN, "").to', "return scale, (scale * 0 + 8.0).to"),
+    "unweighted": ("each * weight[:, None]", "each"),
+    "a tile late": ("(output + AHEAD) % BLOCK_N,", "output % BLOCK_N,"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_planted_bug_in_matrix_vector_products_shows(name: str, tmp_path: Path) -> None:
+    mutant = planted(packed_vector, tmp_path, MUTANTS[name])
+    with pytest.raises(AssertionError):
+        by_vectors(NIBBLES, VECTORS, 1, mutant)
+
+
+def test_the_tuner_tries_matrix_vector_products_of_few_tokens_and_nibbles_in_groups() -> None:
+    cfg = FusedMoEConfig(2048, 768, 128, 8, quant="w4a16", group_size=128, dtype=torch.bfloat16)
+    found = {tokens: TritonFusedMoE.candidates(cfg, tokens) for tokens in (1, 4, 5)}
+    # Right behind the rule's, which they are not: a quick run takes the first ones.
+    assert [each["m"] for each in found[1]][:9] == [1] + [0] * 7 + [1] and plan_for(1, cfg, False).first.m == 1
+    assert found[4][1:8] == found[1][1:8] and all(each["m"] for each in found[5])
+    for each in found[1][1:8]:
+        assert 32 * 16 * each["warps1"] == each["k1"] // 2 and 32 * 16 * each["warps2"] == 8 * each["k2"] // 2
+        assert TritonFusedMoE.fits(cfg, each)
+    changes: tuple[dict[str, Any], ...] = (
+        {"group_size": 0}, {"group_size": 192}, {"quant": "w8a16"}, {"dtype": FP32}, {"top_k": 17},
+    )  # fmt: skip
+    for more in changes:
+        other = replace(cfg, hidden_size=1536, **more)
+        assert not TritonFusedMoE.fits(other, found[1][1])
+        assert all(each["m"] for each in TritonFusedMoE.candidates(other, 1))
 
 
 def test_what_was_not_measured_is_said() -> None:

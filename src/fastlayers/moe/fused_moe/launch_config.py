@@ -138,8 +138,11 @@ def takes_vectors(cfg: FusedMoEConfig) -> bool:
     """Return whether matrix-vector products serve.
 
     16-bit weights: no shared experts, and sums that fit registers. FP8 in blocks: whole groups of columns, so that
-    neither rows of weights nor their scales end inside a program.
+    neither rows of weights nor their scales end inside a program. Nibbles: groups of a power of two.
     """
+    if cfg.quant == "w4a16":
+        whole = cfg.group_size > 0 and cfg.group_size & (cfg.group_size - 1) == 0
+        return whole and cfg.dtype != torch.float32 and cfg.pairs_per_token <= 16
     if cfg.quant == "fp8_block":
         whole = cfg.hidden_size % GROUP == 0 and cfg.intermediate_size % GROUP == 0
         return whole and cfg.dtype != torch.float32 and cfg.pairs_per_token <= 16
@@ -354,7 +357,7 @@ def _packed_plans(cfg: FusedMoEConfig, num_tokens: int, pairs: int) -> list[Laun
     heights, depth = _heights(pairs / cfg.all_experts, False), _packed_depth(cfg)
     if num_tokens <= PAIR_LIMIT:
         heights = [1, *heights]
-    plans = []
+    plans = _packed_vector_plans(cfg) if num_tokens <= MAX_PAIR_TOKENS and takes_vectors(cfg) else []
     for m in heights:
         if m <= 32:
             shapes = [(32, 64, depth, 4, 4), (32, 64, depth, 4, 6), (64, 64, depth, 4, 3), (64, 128, depth, 8, 3)]
@@ -370,3 +373,16 @@ def _packed_plans(cfg: FusedMoEConfig, num_tokens: int, pairs: int) -> list[Laun
                     tiles = Tile(m, n1, k, warps, stages), Tile(m, min(n2, _packed_rows(m)), k, warps, stages)
                     plans.append(LaunchConfig(*tiles, band, splits=splits))
     return plans
+
+
+# Nibbles: rows of each half, columns, warps and tiles in flight; outputs, warps for the depth's own, tiles in flight.
+_PACKED_FIRST = (4, 2048, 2, 1), (8, 2048, 2, 1), (2, 2048, 2, 1), (4, 1024, 1, 2)
+_PACKED_SECOND = (2, 256, 6), (4, 256, 12), (4, 256, 4), (1, 256, 3)
+
+
+def _packed_vector_plans(cfg: FusedMoEConfig) -> list[LaunchConfig]:
+    """A thread has 16 bytes of a tile: of a row of the first product, of the second's an output's of all pairs."""
+    span = next_power_of_2(cfg.pairs_per_token)
+    firsts = [Tile(0, *shape) for shape in _PACKED_FIRST]
+    seconds = [Tile(0, n, k, max(1, span * k // 1024), ahead) for n, k, ahead in _PACKED_SECOND]
+    return [LaunchConfig(tile, seconds[0]) for tile in firsts] + [LaunchConfig(firsts[0], s) for s in seconds[1:]]

@@ -31,6 +31,7 @@ from fastlayers.moe.fused_moe.token_chunks import token_chunks
 from fastlayers.moe.fused_moe.triton import grouped_gemm
 from fastlayers.moe.fused_moe.triton.mxfp4_gemm import mxfp4_experts
 from fastlayers.moe.fused_moe.triton.packed_gemm import packed_experts
+from fastlayers.moe.fused_moe.triton.packed_vector import packed_vector_experts
 from fastlayers.moe.fused_moe.triton.pair_gemm import pair_experts
 from fastlayers.moe.fused_moe.triton.pair_vector import vector_experts
 from fastlayers.moe.fused_moe.triton.pair_vector_fp8 import fp8_vector_experts
@@ -168,6 +169,9 @@ def _chunk(
     if quant == "mxfp4":
         partial = mxfp4_experts(x, weights, ids, packed, plan, oai, cfg.alpha, cfg.limit, cfg.interleaved)
         reduce(partial, ids, y, experts, factor, plan.splits)
+        return
+    if plan.first.m == 0 and quant == "w4a16":
+        packed_vector_experts(x, weights, ids, packed, y, plan, cfg)
         return
     if quant in WEIGHT_ONLY:
         reduce(packed_experts(x, weights, ids, packed, plan, cfg), ids, y, experts, factor, plan.splits)
