@@ -24,6 +24,7 @@ from fastlayers.sampler.layer import SamplingParams
 from fastlayers_models.deepseek import DeepseekForCausalLM
 from fastlayers_models.generate import Generator
 from fastlayers_models.requests import wrong_ids
+from fastlayers_models.step import StepKey
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small_models import GPT_OSS, QWEN3_MOE, small_model
@@ -76,9 +77,9 @@ def test_captured_tokens_are_those_of_the_plain_loop(model: Any, params: Samplin
     assert free == captured.pool.num_pages - 1
     mode = "greedy" if params is None else "filtered"
     decodes = {key for key in graphs.keys if key[0] == "decode"}
-    assert decodes <= {("decode", n, n, mode) for n in captured.step.buckets} and runtime.captured == len(graphs)
+    assert decodes <= {StepKey("decode", n, n, mode) for n in captured.step.buckets} and runtime.captured == len(graphs)
     # The first prefill of its size ran uncaptured, the second was replayed.
-    assert [key for key in graphs.keys if key[0] == "extend"] == [("extend", 64, 5, mode)]
+    assert [key for key in graphs.keys if key[0] == "extend"] == [StepKey("extend", 64, 5, mode)]
     assert graphs.replays >= steps
 
 
@@ -109,7 +110,7 @@ def test_capture_beforehand_largest_first(model: Any) -> None:
     generator = Generator(model, max_batch=5, max_length=64, graphs=graphs)
     assert generator.step.buckets == (1, 2, 4, 5)
     generator.capture(progress=done.append)
-    assert done == [("decode", n, n, "greedy") for n in (5, 4, 2, 1)]
+    assert done == [StepKey("decode", n, n, "greedy") for n in (5, 4, 2, 1)]
     wanted = Generator(model, max_length=64, cuda_graph=False).generate(prompts(5), max_new_tokens=6, eos_ids=())
     assert generator.generate(prompts(5), max_new_tokens=6, eos_ids=()) == wanted
     assert len(graphs) == 5 and list(generator.step.wanted) == []
@@ -192,9 +193,9 @@ def test_what_cannot_be_captured_runs_uncaptured_and_says_so(model: Any, caplog:
         assert generator.generate(prompts(2), max_new_tokens=5) == wanted
     assert sum("decode runs without CUDA graphs" in record.message for record in caplog.records) == 1
     strict = Generator(model, max_length=64, cuda_graph=True, graphs=CudaGraphs(runtime=Failing()))
-    with pytest.raises(CaptureError, match=r"kind='extend', .*requests=2, mode='greedy'\).*not permitted"):
+    with pytest.raises(CaptureError, match=r"kind='extend', .*requests=2, mode='greedy'.*not permitted"):
         strict.generate(prompts(2), max_new_tokens=5)
-    with pytest.raises(CaptureError, match=r"kind='decode', .*requests=2, mode='greedy'\).*not permitted"):
+    with pytest.raises(CaptureError, match=r"kind='decode', .*requests=2, mode='greedy'.*not permitted"):
         strict.capture([2])
     assert strict.pool.free_pages == strict.pool.num_pages - 1
 
@@ -265,9 +266,9 @@ def test_warm_up_of_a_generator_and_of_a_model(model: Any) -> None:
     alone = "prefill 20 (no decode: max_batch is 5)"
     assert [label for label, _, _ in report.steps] == [alone, "decode 4", "prefill 3"]
     both = ("greedy", "filtered")
-    assert {key for key in graphs.keys if key[0] == "decode"} == {("decode", 4, 4, mode) for mode in both}
+    assert {key for key in graphs.keys if key[0] == "decode"} == {StepKey("decode", 4, 4, mode) for mode in both}
     assert {key for key in graphs.keys if key[0] == "extend"} == {
-        ("extend", tokens, 1, mode) for tokens in (16, 32) for mode in both
+        StepKey("extend", tokens, 1, mode) for tokens in (16, 32) for mode in both
     }
     assert generator.pool.free_pages == generator.pool.num_pages - 1
     labels = [label for label, _, _ in fl.warmup(model, tokens=[6, 1], progress=False).steps]

@@ -22,8 +22,10 @@ def test_an_interrupt_while_modules_are_imported_leaves_no_traceback(module: str
     places = os.pathsep.join([str(tmp_path), *sys.path])
     command = [sys.executable, "-m", module, "--version"]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": places}
-    ) as started:
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": places},
+        # As a terminal starts it; what runs in the background of a script ignores interrupts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as started:  # fmt: skip
         assert started.stdout is not None and started.stderr is not None
         assert started.stdout.read(8) == b"imported"
         started.send_signal(signal.SIGINT)
