@@ -29,6 +29,23 @@ def activation_of(gate, up, alpha, limit, OAI: tl.constexpr):
         return gate * tl.sigmoid(gate) * up
 
 
+@triton.jit
+def activated(
+    halves, bias_ptr, expert, first, I, alpha, limit, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr, OAI: tl.constexpr
+):  # fmt: skip
+    """Return columns of a pair's inner row from ``first`` on, and what they hold.
+
+    ``halves``: fp32 sums of BLOCK_N gate rows, then of as many up rows.
+    """
+    gate, up = tl.split(tl.trans(tl.reshape(halves, [2, BLOCK_N])))
+    column = first + tl.arange(0, BLOCK_N)
+    if HAS_BIAS:
+        bias = bias_ptr + expert * 2 * I + column
+        gate += tl.load(bias).to(tl.float32)
+        up += tl.load(bias + I).to(tl.float32)
+    return column, activation_of(gate, up, alpha, limit, OAI)
+
+
 @kernel
 def activate_kernel(
     h_ptr, row_ptr, ids_ptr, bias_ptr, a_ptr, s_ptr, inner, groups, s_stride, alpha, limit, eps,

@@ -24,8 +24,8 @@ from fastlayers.linear.weight_only.layer import ZERO
 from fastlayers.linear.weight_only.triton_codes import halves_of
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.launch_config import LaunchConfig, Tile
-from fastlayers.moe.fused_moe.triton.activation import activation_of
-from fastlayers.moe.fused_moe.triton.pair_vector_fp8 import _joined
+from fastlayers.moe.fused_moe.triton.activation import activated
+from fastlayers.moe.fused_moe.triton.pair_vector_fp8 import joined
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.runtime.launch import kernel
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
@@ -119,14 +119,9 @@ def packed_vector_in_kernel(
     flat = ()
     for row in tl.static_range(2 * BLOCK_N):
         flat = flat + (tl.reshape(sums[row], [BLOCK_K // 2 // FOLD]),)  # type: ignore[assignment, has-type]
-    halves = tl.sum(_joined(flat, 2 * BLOCK_N), axis=0)
-    gate, up = tl.split(tl.trans(tl.reshape(halves, [2, BLOCK_N])))
-    column = first + tl.arange(0, BLOCK_N)
-    if HAS_BIAS:
-        bias = bias_ptr + expert * 2 * I + column
-        gate += tl.load(bias).to(tl.float32)
-        up += tl.load(bias + I).to(tl.float32)
-    tl.store(a_ptr + pair * I + column, cast(activation_of(gate, up, alpha, limit, OAI), a_ptr.dtype.element_ty))
+    halves = tl.sum(joined(flat, 2 * BLOCK_N), axis=0)
+    column, inner = activated(halves, bias_ptr, expert, first, I, alpha, limit, BLOCK_N, HAS_BIAS, OAI)
+    tl.store(a_ptr + pair * I + column, cast(inner, a_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -203,7 +198,7 @@ def packed_vector_out_kernel(
     flat = ()
     for output in tl.static_range(BLOCK_N):
         flat = flat + (tl.reshape(sums[output], [SPAN, BLOCK_K // 2 // FOLD]),)  # type: ignore[assignment]
-    each = tl.sum(_joined(flat, BLOCK_N), axis=1)
+    each = tl.sum(joined(flat, BLOCK_N), axis=1)
     if HAS_BIAS:
         each += bias
     total = tl.sum(each * weight[:, None], axis=0) * factor

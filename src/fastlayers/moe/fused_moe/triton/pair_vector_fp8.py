@@ -25,7 +25,7 @@ import triton.language as tl
 
 from fastlayers.integers import next_power_of_2
 from fastlayers.moe.fused_moe.launch_config import LaunchConfig
-from fastlayers.moe.fused_moe.triton.activation import activation_of
+from fastlayers.moe.fused_moe.triton.activation import activated
 from fastlayers.moe.fused_moe.triton.pair_gemm import expert_of
 from fastlayers.moe.fused_moe.weights import EPS, GROUP, MoEWeights
 from fastlayers.quant.group_quant.triton import requantized
@@ -65,7 +65,7 @@ def _levels(count):
 
 
 @triton.jit
-def _joined(tiles, COUNT: tl.constexpr):
+def joined(tiles, COUNT: tl.constexpr):
     """Return COUNT (a power of two) tensors as one with a further dimension, the last; each thread keeps its values."""
     SHAPE: tl.constexpr = tiles[0].shape
     for level in tl.static_range(_levels(COUNT)):
@@ -122,14 +122,9 @@ def vector_in_fp8_kernel(
                     part += sums[row]  # noqa: F821
                 made = made + (part,)
             sums = made
-    halves = tl.sum(_joined(sums, 2 * BLOCK_N), axis=0)
-    gate, up = tl.split(tl.trans(tl.reshape(halves, [2, BLOCK_N])))
-    column = first + tl.arange(0, BLOCK_N)
-    if HAS_BIAS:
-        bias = bias_ptr + expert * 2 * I + column
-        gate += tl.load(bias).to(tl.float32)
-        up += tl.load(bias + I).to(tl.float32)
-    tl.store(a_ptr + pair * I + column, activation_of(gate, up, alpha, limit, OAI))
+    halves = tl.sum(joined(sums, 2 * BLOCK_N), axis=0)
+    column, inner = activated(halves, bias_ptr, expert, first, I, alpha, limit, BLOCK_N, HAS_BIAS, OAI)
+    tl.store(a_ptr + pair * I + column, inner)
 
 
 def _chunks(pairs: int, rows: int) -> tuple[int, ...]:
@@ -261,7 +256,7 @@ def vector_out_fp8_kernel(
                 else:
                     acc += part
             sums = sums + (tl.sum(acc, axis=1),)  # type: ignore[assignment]
-        each = tl.reshape(_joined(sums, BLOCK_N * CHUNKS[chunk] // ROWS), [CHUNKS[chunk], BLOCK_N])
+        each = tl.reshape(joined(sums, BLOCK_N * CHUNKS[chunk] // ROWS), [CHUNKS[chunk], BLOCK_N])
         if HAS_BIAS:
             each += biases[chunk]
         total += tl.sum(each * weights[chunk][:, None], axis=0)
