@@ -147,8 +147,8 @@ class AttentionCore(Layer):
         cfg = replace(self.cfg, phase=self.several_tokens, captured=True, few=True)
         taken = set()
         for context in contexts:
-            rungs = self._choice_for(replace(cfg, context=context_of(context)), self.decode_choice.requested).rungs
-            rung = next(each for each in rungs if each.max_tokens is None or tokens <= each.max_tokens)
+            there = replace(cfg, context=context_of(context))
+            rung = self._choice_for(there, self.decode_choice.requested).rung_for(tokens)
             taken.add((rung.backend.name, rung.config))
         return len(taken) > 1
 

@@ -136,9 +136,7 @@ class PagedStep:
 
     def _rung(self, cfg: Any) -> Rung:
         """Return the backend that captured steps may take, with what a table found for it."""
-        rungs = _REGISTRIES[type(cfg)].choose(cfg, self.device, self.core).rungs
-        rung: Rung = next(r for r in rungs if r.max_tokens is None or self.rows <= r.max_tokens)
-        return rung
+        return _REGISTRIES[type(cfg)].choose(cfg, self.device, self.core).rung_for(self.rows)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return ``x · weightᵀ + bias`` by the backend that is best for so many rows."""

@@ -37,6 +37,10 @@ class Choice:
             self.layer, self.cfg, self.device, self.requested, rungs, dict(self.refused), self.evidence
         )  # fmt: skip
 
+    def rung_for(self, tokens: int) -> Rung:
+        """Return the rung that serves this many tokens."""
+        return next(rung for rung in self.rungs if rung.max_tokens is None or tokens <= rung.max_tokens)
+
     def build(self) -> Ladder:
         """Import the chosen backends and construct them with the configuration."""
         return Ladder(self, tuple(rung.build(self.cfg) for rung in self.rungs))

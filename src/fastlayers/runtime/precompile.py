@@ -84,8 +84,7 @@ def representatives(module: Any) -> list[tuple[str, Layer]]:
 def packages_at(choices: Sequence[Choice], tokens: int) -> str:
     """Return the package that may compile for this many tokens; ``"triton"`` if none does."""
     for choice in choices:
-        rung = next(r for r in choice.rungs if r.max_tokens is None or tokens <= r.max_tokens)
-        for package in builds.compiling(rung.backend):
+        for package in builds.compiling(choice.rung_for(tokens).backend):
             return package
     return "triton"
 

@@ -44,8 +44,7 @@ def describe_run(device: torch.device | str) -> dict[str, Any]:
 
 def auto_option(bench: Bench, tokens: int) -> Option:
     """Return what ``"auto"`` runs for this many tokens where all that it takes is built: the rung of its ladder."""
-    rungs = registry(bench.layer).choose(bench.cfg, bench.device, built_only=False).rungs
-    rung = next(r for r in rungs if r.max_tokens is None or tokens <= r.max_tokens)
+    rung = registry(bench.layer).choose(bench.cfg, bench.device, built_only=False).rung_for(tokens)
     return Option(rung.backend.name, rung.config)
 
 
