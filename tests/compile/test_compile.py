@@ -27,7 +27,7 @@ from fastlayers.runtime.launch import fewer_stages
 from fastlayers.testing.compile_check import SHARED_MEMORY_LIMIT, KernelBuild, compile_for, compiled_for
 
 sys.path.insert(0, str(Path(__file__).parent))
-from recorded import GPT_OSS, V3_EXPERTS, builds, kernels
+from recorded import GPT_OSS, QWEN3_EXPERTS, V3_EXPERTS, builds, kernels
 from recorded import cases as recorded_cases
 
 pytestmark = [pytest.mark.compile, pytest.mark.skipif(env.triton_interpret(), reason="Triton interprets, not compiles")]
@@ -197,7 +197,8 @@ OTHERS = {
     r"rms_norm-codes-.*": ("fp8_linear", "triton"),  # which takes the codes, and without which nobody asks for them
     r"fused_moe-DeepGemmFusedMoE-.*": ("fused_moe", "deep_gemm"),
     r"fused_moe-DeepGemmMaskedFusedMoE-.*": ("fused_moe", "deep_gemm_masked"),
-    r"fused_moe-vectors-(?P<case>.+)": ("fused_moe", "triton"),
+    r"fused_moe-vectors-(?P<case>.+,fp8_block,.+)": ("fused_moe", "triton"),
+    r"fused_moe-vectors-.+,w4a16,.+": ("fused_moe", "triton"),
     r"fused_moe-rows": ("fused_moe", "sgl_kernel"),
     r"\d+-[\d_]+": ("fused_moe", "triton_swizzled"),
 }
@@ -212,6 +213,7 @@ def configurations() -> dict[str, tuple[str, str, Any]]:
     usual = {
         ("mla", "flashmla"): replace(known["mla-deepseek_tp8_decode"], kv_dtype=torch.float8_e4m3fn, fp8_math=True),
         ("fused_moe", "triton_swizzled"): GPT_OSS,
+        ("fused_moe", "triton"): replace(QWEN3_EXPERTS, quant="w4a16", group_size=128, zero_point=True),
         ("fp8_linear", "triton"): spec_of("fp8_linear").cases[0].cfg,
     }  # fmt: skip
     usual |= {("fused_moe", name): V3_EXPERTS for name in ("deep_gemm", "deep_gemm_masked", "sgl_kernel")}
