@@ -183,8 +183,7 @@ def captured_for(heads: int, each: int, requests: int, length: int, device: str)
     capacity, tokens, taken = 64 * WIDTH, max(4, requests * each), set()
     for longest in (SHORT_CONTEXT, capacity):
         cfg = replace(verifying(heads), captured=True, context=context_of(longest))
-        rungs = MLA.choose(cfg, device).rungs
-        taken.add(next(r.backend.name for r in rungs if r.max_tokens is None or tokens <= r.max_tokens))
+        taken.add(MLA.choose(cfg, device).rung_for(tokens).backend.name)
     return SHORT_CONTEXT if length + each <= SHORT_CONTEXT and len(taken) > 1 else capacity
 
 

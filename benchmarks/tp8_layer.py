@@ -240,7 +240,7 @@ class Stack:
                 spec = spec_of(choice.layer)
                 if not spec.heavy:
                     continue
-                rung = next(r for r in choice.rungs if r.max_tokens is None or tokens <= r.max_tokens)
+                rung = choice.rung_for(tokens)
                 backends[name] = rung.backend.name
                 cost = spec.cost(case_at(choice.layer, choice.cfg, tokens, context))
                 flops = peak_flops(choice.layer, choice.cfg, choice.device)

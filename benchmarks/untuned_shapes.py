@@ -72,7 +72,7 @@ def ratios(bench: Bench, kind: str) -> Iterator[dict[str, Any]]:
     choice = registry(bench.layer).choose(bench.cfg, bench.device)
     decode = getattr(bench.cfg, "phase", "") == "decode"
     for tokens in ODD_BATCHES if decode else ODD:
-        rung = next(r for r in choice.rungs if r.max_tokens is None or tokens <= r.max_tokens)
+        rung = choice.rung_for(tokens)
         taken = Option(rung.backend.name, rung.config)
         others = [Option(b.name) for b in bench.able() if not choice.refused.get(b.name)]
         timed = bench.ready(case_at(bench.layer, bench.cfg, tokens), list(dict.fromkeys([taken, *others])))

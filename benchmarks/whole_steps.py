@@ -134,7 +134,7 @@ def offer(places: Sequence[Place], rows: int, device: Device) -> None:
     """Set what is installed, and what is tried, at so many rows."""
     for place in places:
         choice = place.modules[0].choice if place.layer == "linear" else _decode_choice(place)
-        rung = next(rung for rung in choice.rungs if rung.max_tokens is None or rows <= rung.max_tokens)
+        rung = choice.rung_for(rows)
         place.installed = Option(rung.backend.name, tuple(sorted(dict(rung.config or ()).items())))
         place.options = list(dict.fromkeys([place.installed, *near_options(place, rows, device)]))
 
