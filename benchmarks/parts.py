@@ -88,7 +88,8 @@ def _single() -> Iterator[Part]:
         # Patched without graphs: patch_plain.
         variants = "--variants stock stock_best graph"
         command = f"benchmarks/patch_gpu.py --model {model} --batch {batches} {variants} --json {{out}}"
-        yield Part(f"patch_{model}", command, f"performance/patch_{model}.jsonl", took, "16: row 9; 12: rows 5")
+        result, target = f"performance/patch_{model}.jsonl", "16: row 9; 12: rows 5"
+        yield Part(f"patch_{model}", command, result, took, target, quiet=True)
     for model, batches, took in (("qwen3_8b", "1", 40), ("qwen3_30b", "1 16", 60)):
         command = (
             f"benchmarks/patch_gpu.py --model {model} --batch {batches} --variants graph --rounds 3 --json {{out}}"
@@ -177,6 +178,11 @@ def _suites() -> Iterator[Part]:
         yield Part(
             name, f"pytest {between} -m multigpu {suite}", f"{name}.json", took, "10: 2; 14: 2", (), 2, PLAIN,
         )  # fmt: skip
+    four = " ".join(f"tests/comm/test_{file}.py" for file in ("world", "groups_between_ranks"))
+    yield Part(
+        "multigpu_four", f"pytest {four} -m multigpu {suite}", "multigpu_four.json", 120, "10: 2; 14: 2, four GPUs", (),
+        4, PLAIN,
+    )  # fmt: skip
     models = "tests/models/test_models_on_two_gpus.py"
     for name, paths, took in (
         ("multigpu_models", f"{models} tests/models/test_logits_of_two_ranks.py -k 'not sent'", 140),
