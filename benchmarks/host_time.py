@@ -54,8 +54,9 @@ def by_core(call: Callable[[], Any]) -> list[tuple[float, float]]:
     """Return :func:`milliseconds` of a call, and of an empty loop, on several cores of the host, one by one."""
     allowed = os.sched_getaffinity(0)
     cores, found = sorted(allowed), []
+    apart = -(-len(cores) // CORES)
     try:
-        for core in cores[:: -(-len(cores) // CORES)]:
+        for core in cores[os.getpid() % apart :: apart]:  # not those of another that measures beside this one
             os.sched_setaffinity(0, {core})
             before = loop_ms()
             took = milliseconds(call)
