@@ -384,7 +384,8 @@ def test_auto_verifies_by_what_was_timed(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Backend, "why_not", lambda row, cfg, device, ahead=None: row.refusal(cfg, device))
     for changes, wanted in (
         ({}, "triton:23|flashmla"), ({"num_heads": 128, "context": 65536}, "triton:23|flashmla"),
-        ({"context": 1024}, "triton"), ({"context": 1024, "num_heads": 32}, "triton:95|flashmla"),
+        ({"context": 1024}, "triton"), ({"context": 1024, "num_heads": 32}, "triton:191|flashmla"),
+        ({"context": 1024, "num_heads": 64}, "triton:95|flashmla"),
         ({"context": 1024, "num_heads": 128}, "triton:95|flashmla"), ({"num_heads": 8}, "triton"),
         ({"few": False}, "triton"),
         ({"tree": True}, "triton"), ({"kv_dtype": E4M3, "fp8_math": True}, "triton"), ({"page_size": 16}, "triton"),

@@ -189,18 +189,18 @@ def _flashmla_refuses(cfg: MLAConfig, device: Device) -> str | None:
 
 # Tokens of a captured step that verifies drafts, from which on FlashMLA takes it: with 16 to 128 heads and contexts of
 # 2,048 and 4,096 it took 0.48 to 1.01 of Triton's time from 24 tokens on, and up to 2.4 of it at 16 tokens and fewer
-# (benchmarks/results/flashmla_h200.jsonl). With contexts of 500 it takes 1.04 to 1.38 of it at 32 tokens, and at 256 of
-# them 1.27 with 16 heads and 0.77 to 0.86 with more; lines between these meet at 55 to 91 tokens. A server captures
-# what differs so for contexts up to 1,024 as well (benchmarks/notes/mla.md).
+# (benchmarks/results/flashmla_h200.jsonl). With contexts of 500 it takes 1.31 to 1.45 of it at 32 tokens; at 128 of
+# them 1.36 with 16 heads, 1.28 with 32 and 0.82 to 0.90 with more, and at 256 of them 1.22 with 16 and 0.78 to 0.84
+# with more. A server captures what differs so for contexts up to 1,024 as well (benchmarks/notes/mla.md).
 VERIFY_FROM, VERIFY_CONTEXT, VERIFY_HEADS = 24, 4096, 16
-SHORT_FROM, SHORT_HEADS = 96, 32
+SHORT_FROM = {64: 96, 32: 192}  # by the least heads
 
 
 def _flashmla_verifies_from(cfg: MLAConfig) -> int | None:
     if not (cfg.phase == "ragged" and cfg.few and cfg.captured and cfg.kv_dtype == torch.bfloat16):
         return None
     if cfg.context < VERIFY_CONTEXT:
-        return SHORT_FROM if cfg.num_heads >= SHORT_HEADS else None
+        return next((rows for heads, rows in SHORT_FROM.items() if cfg.num_heads >= heads), None)
     return VERIFY_FROM if cfg.num_heads >= VERIFY_HEADS else None
 
 
