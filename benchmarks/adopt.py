@@ -136,15 +136,19 @@ def labelled(rows: Sequence[Row], part: str, ended: Row) -> list[Row]:
 
     Where the part took ladders that tuners of the same run had just made, their names stand beside the commit.
     """
-    text, run = json.dumps(rows), ended["run"]
-    for place in (f"{run['out']}/{part}/", f"{run['root']}/"):
-        text = text.replace(json.dumps(place)[1:-1], "")
-    found: list[Row] = [named(row) for row in json.loads(text)]
+    found: list[Row] = [named(row) for row in json.loads(_anywhere(json.dumps(rows), part, ended["run"]))]
     for row in found:
         if (head := head_of(row)) is not None:
             head["part"] = part
             head |= {"tables": ended["tables"]} if "tables" in ended else {}
     return found
+
+
+def _anywhere(text: str, part: str, run: Row) -> str:
+    """Return the text of JSON without a run's folders: files of a part are named alone, and the part's own is DIR."""
+    for place, name in ((f"{run['out']}/{part}/", ""), (f"{run['out']}/{part}", "DIR"), (f"{run['root']}/", "")):
+        text = text.replace(json.dumps(place)[1:-1], name)
+    return text
 
 
 def adopt(folder: Path) -> Iterator[str]:
@@ -158,7 +162,8 @@ def adopt(folder: Path) -> Iterator[str]:
             continue
         if part.result.startswith("tuned/"):
             # Of a tuner that was ended, those that it finished.
-            tables |= {path: named(json.loads(path.read_text())) for path in (folder / part.name).glob("*/*.json")}
+            for path in (folder / part.name).glob("*/*.json"):
+                tables[path] = named(json.loads(_anywhere(path.read_text(), part.name, row["run"])))
         if row["state"] != "complete":
             yield f"{part.name}: not adopted: {row['state']}"
             continue

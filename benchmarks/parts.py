@@ -453,6 +453,7 @@ HISTORY = {
     "fp8_second_product_h200.jsonl": "FP8 experts, second product over strips; benchmarks/notes/fused_moe_triton.md",
     "fp8_vectors_experts_h200.jsonl": "one token's FP8 experts by vectors; benchmarks/notes/fused_moe_triton.md",
     "fp8_vectors_linear_h200.jsonl": "one token's FP8 products by vectors; benchmarks/notes/fp8_linear.md",
+    "slice_parts_h200.jsonl": "experts and attention as the page had them when two_gpus_slice_h200.jsonl was measured",
     "two_gpus_slice_since_h200.jsonl": "one.slice and two.slice* again, newer than what is simulated with them",
     "gpu_parity_alone.json": "gpu_parity with packages switched off, at a later commit",
     "gather_columns_h100.jsonl": "candidates for FP8 rows whose scales lie in columns; benchmarks/notes/exchange.md",

@@ -38,8 +38,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 FILE, PAGE = RESULTS / "simulated_splits.json", ROOT / "docs" / "distributed.md"
 DECODE, ROWS = "two_gpus_decode_h200.jsonl", "two_gpus_rows_h200.jsonl"
 SLICES, EIGHTH = "two_gpus_slice_h200.jsonl", "performance/tp8_layer_alone.jsonl"
-COPY, EXPERTS = "performance/patch_qwen3_30b.jsonl", "performance/fused_moe.jsonl"
-LATENT = "performance/mla.jsonl"
+COPY = "performance/patch_qwen3_30b.jsonl"
+PARTS = "slice_parts_h200.jsonl"  # experts and attention by themselves, as they were when the slices were measured
 ACCEPTED = 0.1  # by how much a simulated step may differ from a measured one
 CONTEXTS, BATCHES, GPUS = (88, 4096), (1, 16, 64, 256), (1, 2, 4, 8)
 # DeepEP's low-latency combine, 128 tokens of 7168 in bf16, top 8 (its README): not measured here.
@@ -60,7 +60,7 @@ def calibrated() -> Calibration:
     """Return what committed results say of one and two GPUs."""
     rate = next(row["copy_tb_s"] for row in read(COPY) if "copy_tb_s" in row) * 1e12
     best = {1: 0.0, 2: 0.0}
-    for row in read(EXPERTS):
+    for row in read(PARTS):
         width = 1 if "quant='fp8_block'" in row.get("key", "") else 2 if "quant='none'" in row.get("key", "") else 0
         if width and not row.get("peer") and "tflops" in row:
             best[width] = max(best[width], row["tflops"] * 1e12)
@@ -78,9 +78,10 @@ def calibrated() -> Calibration:
 def attention_flops() -> float:
     """Return the operations a second of decode attention with all heads of DeepSeek-V3, by the kernel of the slices."""
     us = {
-        row["tokens"]: row["us"] for row in read(LATENT)
+        row["tokens"]: row["us"] for row in read(PARTS)
         if row.get("backend") == "triton" and row.get("model") == "deepseek-ai/DeepSeek-V3 tp1"
-        and "phase='decode', context=4096, fp8_math=False, lse=False)" in row.get("key", "")
+        and "kv_dtype=torch.bfloat16, phase='decode', context=4096, fp8_math=False, lse=False" in row.get("key", "")
+        and "ragged" not in row["key"]
     }  # fmt: skip
     return max(us) * 4096 * MODELS["deepseek_v3"].cache_operations / us[max(us)] * 1e6
 
@@ -88,7 +89,7 @@ def attention_flops() -> float:
 def narrow_fp8() -> float:
     """Return by how much FP8 experts read slower for each halving of their width, from one GPU's times."""
     times: dict[str, dict[int, float]] = {"tp1": {}, "tp8": {}}
-    for row in read(EXPERTS):
+    for row in read(PARTS):
         model, _, tp = row.get("model", "").rpartition(" ")
         fp8 = model == "deepseek-ai/DeepSeek-V3" and "quant='fp8_block'" in row["key"]
         if fp8 and row.get("auto") and row["tokens"] <= 128:
@@ -235,7 +236,7 @@ def simulate() -> dict[str, Any]:
     return {
         "what": "simulated steps; measured are two GPUs only",
         "command": "python tools/simulate_splits.py",
-        "from": [DECODE, ROWS, COPY, EXPERTS, LATENT, SLICES, EIGHTH],
+        "from": [DECODE, ROWS, COPY, PARTS, SLICES, EIGHTH],
         "calibration": asdict(found),
         "accepted": accepted(found),
         "slices": sliced(found),
@@ -282,7 +283,7 @@ def page(result: dict[str, Any]) -> str:
         f"in front: {us['qwen3_8b']:.1f}, {us['qwen3_30b_a3b']:.1f} and {us['deepseek_v3']:.1f} µs; Qwen3's steps of "
         "two GPUs over symmetric memory with early starts and of two groups of one request. By how much FP8 weights of "
         "half the width read slower when simulated comes from experts on one GPU, whole and of one rank of eight "
-        f"(`{EXPERTS}`): {result['calibration']['narrow']['deepseek_v3']:.1%}; of bf16 weights from those steps of "
+        f"(`{PARTS}`): {result['calibration']['narrow']['deepseek_v3']:.1%}; of bf16 weights from those steps of "
         f"Qwen3: {result['calibration']['narrow']['qwen3_8b']:.1%}.",
         f"What the simulated times are accepted by, within {ACCEPTED:.0%} each: the other {len(unseen)} steps of Qwen3 "
         f"on two GPUs, simulated with {_span(row['error'] for row in unseen)}, and the {len(layers)} steps of "

@@ -14,6 +14,7 @@ from typing import Any
 
 from performance_rows import OURS, last_runs
 
+from fastlayers.attention.buckets import SHORT_CONTEXT
 from fastlayers.attention.context_buckets import context_of
 from fastlayers.attention.meta import AttentionBatch
 from fastlayers.attention.mla.config import MLAConfig
@@ -121,10 +122,11 @@ def flashmla() -> Found:
     rule, pairs = builtin_registry("mla").named("flashmla").auto_from, []
     for row in read("flashmla_h200.jsonl"):
         if row.get("what") == "flashmla" and "flashmla_us" in row and rule is not None:
-            # The context is that of the pages that the step was captured for.
+            # The context is that of the pages that a server captures such a step for.
+            short = row["context"] + row["new"] <= SHORT_CONTEXT
             cfg = MLAConfig(
                 row["heads"], 512, 64, 128, 128, 0.1, phase="ragged", few=True, captured=True,
-                context=context_of(row.get("capacity", VERIFIED_CAPACITY)),
+                context=context_of(SHORT_CONTEXT if short else VERIFIED_CAPACITY),
             )  # fmt: skip
             start = rule(cfg)
             taken = "flashmla" if start is not None and row["new"] * row["requests"] >= start else "triton"
@@ -203,19 +205,42 @@ def gated() -> Found:
     return _share([(row["one_us"], row["two_us"]) for row in rows], "bf16 between two launches")
 
 
-def dependent_peers(layer: str) -> Found:
-    """Items 18 and 24: several shapes, peers launched dependently where they can be."""
+def beside_peers(layer: str) -> tuple[int, list[tuple[float, float]]]:
+    """Return how many shapes of a small operator were timed, and its own and the best peer's time at each point."""
     points = _points("performance/small_ops.jsonl", layer)
     shapes = {row["cfg"] for rows in points.values() for row in rows}
-    if len(shapes) < 3:
-        return None
     pairs = []
     for rows in points.values():
         own = [row["us"] for row in rows if row["auto"]]
         peers = [row["us"] for row in rows if row["backend"] not in OURS_OR_TORCH]
         pairs += [(own[0], min(peers))] if own and peers else []
-    found = _share(pairs, "the best peer")
-    return found and (f"{len(shapes)} shapes; {found[0]}", found[1])
+    return len(shapes), pairs
+
+
+def dependent_peers(layer: str) -> Found:
+    """Items 18 and 24: several shapes, peers launched dependently where they can be."""
+    shapes, pairs = beside_peers(layer)
+    found = _share(pairs, "the best peer") if shapes >= 3 else None
+    return found and (f"{shapes} shapes; {found[0]}", found[1])
+
+
+def rotations() -> Found:
+    """Item 18: as above; by how much ours may take longer alone is what its early start gains in a chain."""
+    found, chains = dependent_peers("rotary"), {}
+    for row in read("rotary_launch_h200.jsonl"):
+        if row.get("op") == "norm, rotary, norm, rotary":
+            chains[row["model"], row["launch"]] = row["us"]
+    gains = [
+        (us - chains[model, "now early"]) / 2 for (model, launch), us in chains.items() if launch == "now plain"
+    ]  # fmt: skip
+    late = [a - b for a, b in beside_peers("rotary")[1] if a > NEVER_SLOWER * b]
+    if found is None or not late or not gains:
+        return found
+    text = (
+        f"{found[0]}: {max(late):.2f} µs at most, by an early start that gains {min(gains):.2f} to {max(gains):.2f} "
+        "a rotation in chains"
+    )
+    return text, "" if max(late) < min(gains) else found[1]
 
 
 def switched(words: str) -> Found:
@@ -366,8 +391,7 @@ FIGURES = (
     Figure(7, "FlashMLA with several new tokens a request", "flashmla_h200.jsonl#flashmla_us", flashmla),
     Figure(11, "the way that is chosen", "mla_paths_h200.jsonl#chosen", crossover),
     Figure(13, "512 tokens behind 32,768, a layer", "mla_paths_h200.jsonl#page", pages),
-    Figure(18, "rotation, peers launched dependently", "performance/small_ops.jsonl#rotary",
-           lambda: dependent_peers("rotary")),
+    Figure(18, "rotation, peers launched dependently", "performance/small_ops.jsonl#rotary", rotations),
     Figure(19, "rotation by three axes; vision tower", "systems_h200.jsonl#three axes", three_axes),
     Figure(21, "steps that wait for nothing", "gpu_suite.json#passed", suite),
     Figure(22, "decode without a threshold", "performance/gqa.jsonl#a key head", tensor_cores),

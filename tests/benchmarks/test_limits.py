@@ -18,6 +18,7 @@ def limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     for name in ("benchmarks", "tools"):
         monkeypatch.syspath_prepend(str(ROOT / name))
     monkeypatch.setattr(import_module("performance_rows"), "RESULTS", tmp_path)
+    monkeypatch.setattr(import_module("limit_targets"), "TUNED", tmp_path / "tuned")
     return import_module("limit_targets")
 
 
@@ -54,6 +55,28 @@ def test_a_target_is_met_where_each_figure_is(limits: Any, tmp_path: Path) -> No
     assert found[3] == ["1.34 / 4.30 ms (new; other)", "0.99 / 1.00 ×, met"]
     assert found[1] == ["1.90 / 13.90 ms (more)", "0.97 / 1.01 ×"]
     assert limits.limits().endswith("1 of 10 are met: 3.")
+
+
+def test_experts_that_no_run_of_the_page_has_are_told_as_tuned(limits: Any, tmp_path: Path) -> None:
+    table = {
+        "ladder": [{"max_tokens": 8, "backend": "ours"}, {"max_tokens": None, "backend": "theirs"}],
+        "tokens": [1, 32], "times": {"ours": [30.0, 130.0], "theirs": [50.0, 120.0]}, "metadata": {"commit": "abc"},
+    }  # fmt: skip
+    name = "E=32,k=4,D=2880,I=2880,mxfp4,swiglu_oai,device_name=H200.json"
+    (tmp_path / "tuned/fused_moe").mkdir(parents=True)
+    (tmp_path / "tuned/fused_moe" / name).write_text(json.dumps(table))
+    assert lines(limits)[6] == ["not measured yet / 120 / not measured yet µs (abc, when tuned)", "– / 0.96 / – ×"]
+    row = {
+        "model": "openai/gpt-oss-20b tp1",
+        "tokens": 32,
+        "auto": True,
+        "backend": "triton",
+        "us": 126.0,
+        "cfg": "",
+        "key": "",
+    }
+    write(tmp_path / "fused_moe.jsonl", "def", row)
+    assert lines(limits)[6][0] == "not measured yet / 126 / not measured yet µs (def)"
 
 
 def test_the_layer_is_told_with_packages_or_else_without(limits: Any, tmp_path: Path) -> None:
@@ -105,6 +128,7 @@ def test_our_kernels_are_timed_as_well_without_packages(limits: Any, tmp_path: P
 def test_each_figure_is_found_in_the_committed_results(limits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     results = ROOT / "benchmarks" / "results" / "performance"
     monkeypatch.setattr(import_module("performance_rows"), "RESULTS", results)
+    monkeypatch.setattr(limits, "TUNED", ROOT / "src/fastlayers/tuned")
     found = lines(limits)
     for row in (1, 2, 3, 6, 8, 9):
         assert "not measured" not in found[row][0] and found[row][1], row

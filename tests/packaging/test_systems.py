@@ -349,13 +349,25 @@ def test_states_follow_from_figures(tool: Any, tmp_path: Path, monkeypatch: pyte
     assert state(56)[1] == "done"
     put("performance/capture.jsonl", captures[0] | {"capture_s": 2.1}, *captures[1:])
     assert state(56)[1] == "not done: slower frozen: 2.10 s against 1.20"
-    verified = {"what": "flashmla", "heads": 16, "new": 4, "flashmla_us": 9.0, "triton_us": 10.0}
+    verified = {"what": "flashmla", "heads": 16, "new": 4, "context": 4096, "flashmla_us": 9.0, "triton_us": 10.0}
     put("flashmla_h200.jsonl", verified | {"requests": 5})
+    assert "slower than the best of Triton's and FlashMLA at 1 of 1 points" in state(7)[1]
+    put("flashmla_h200.jsonl", verified | {"requests": 8, "context": 500})
     assert "slower than the best of Triton's and FlashMLA at 1 of 1 points" in state(7)[1]
     put("flashmla_h200.jsonl", verified | {"requests": 8})
     put("drafts_h200.jsonl", {"way": "mtp", "prompts": "chats", "fewer": 2.0, "ticks": 9,
                                "equal_tokens": [64, 63], "of": 64})  # fmt: skip
     assert state(7)[1] == "done" and state(61)[1] == "not done: 1 ways say other tokens"
+    timed = {"layer": "rotary", "backend": "triton", "config": {}, "auto": True}
+    shapes = [timed | {"key": f"s{n}", "cfg": f"s{n}", "us": 2.0 + 0.2 * n} for n in range(3)]
+    peers = [row | {"backend": "flashinfer", "auto": False, "us": 2.0} for row in shapes]
+    (tmp_path / "performance").mkdir(exist_ok=True)
+    put("performance/small_ops.jsonl", *shapes, *peers)
+    assert state(18)[1] == "not done: slower than the best peer at 2 of 3 points"
+    chain = {"op": "norm, rotary, norm, rotary", "model": "m", "launch": "now early", "us": 4.0}
+    for plain, told in ((4.6, "not done: slower than the best peer at 2 of 3 points"), (5.0, "done")):
+        put("rotary_launch_h200.jsonl", chain, chain | {"launch": "now plain", "us": plain})
+        assert state(18)[1] == told  # 0.4 µs more alone, 0.3 and 0.5 less in a chain
     way = {"way": "mtp", "prompts": "chats", "fewer": 2.0, "ticks": 20, "equal_tokens": [64], "of": 64}
     for eager, told in ((2.0, "done"), (3.0, "not done: 3 steps of 20 ticks ran uncaptured")):
         put("drafts_h200.jsonl", way, {"way": "mtp", "uncaptured": {"no graph for greedy": eager}})
