@@ -4,7 +4,8 @@
     python tools/tuned_tables.py stamp [--check]        the kernels' hashes by today's rule, from the tables' sources
 
 ``summarise`` computes from ``benchmarks/results/tuned`` what a table says beside its ladder, and the ladder too where
-whole steps were timed (``tools/step_ladders.py``). For ``stamp``:
+whole steps were timed (``tools/step_ladders.py``), or steps of drawn lengths (``tools/drawn_lengths.py``). For
+``stamp``:
 A table names the commit that made it, and the hash of its sources. That commit is checked out; a table that was made
 from other sources is refused (one that has no hash of them: if its kernels' hashes are other than the commit's own code
 computes). The new hashes are those of the commit's sources. Whether today's kernels are the same is for the tables'
@@ -34,6 +35,7 @@ from fastlayers.tuning.sweep import parse_shape
 from fastlayers.tuning.table import SHIPPED, read_whole, write
 
 sys.path.insert(0, str(Path(__file__).parent))
+from drawn_lengths import drawn_of, with_drawn
 from step_ladders import in_steps, steps_of
 
 ROOT = Path(__file__).parents[1]
@@ -148,6 +150,8 @@ def summary(path: Path) -> dict[str, Any]:
     device = DESCRIBED[path.stem.rpartition("device_name=")[2]]
     table = read_whole(path, layer, device)
     samples = [Sample.from_json(row) for row in table["measured"]]
+    drawn = drawn_of(layer, str(table["key"]), table["device"])
+    counted = with_drawn(samples, drawn)
     rows = [row for row in registry(layer).ranked if row.name in table["metadata"]["versions"]]
     layouts, rank = {row.name: row.weight_layout for row in rows}, [row.name for row in rows]
     steps, note, left = steps_of(layer, str(table["key"]), table["device"])
@@ -158,14 +162,14 @@ def summary(path: Path) -> dict[str, Any]:
 
     def choose(names: frozenset[str]) -> list[Step] | None:
         try:
-            return choose_ladder(in_steps(samples, steps, names, offered), layouts, rank)
+            return choose_ladder(in_steps(counted, steps, names, offered), layouts, rank)
         except TuneError:
             return None
 
     ladder = [Step(r["max_tokens"], Option.of(r), r["microseconds"]) for r in table["ladder"]]
     found: dict[str, Any] = {}
-    if steps and (chosen := choose(frozenset(rank))) is not None:
-        ladder, found = chosen, {"ladder": as_rows(chosen), "steps": note}
+    if (steps or drawn) and (chosen := choose(frozenset(rank))) is not None:
+        ladder, found = chosen, {"ladder": as_rows(chosen)} | ({"steps": note} if steps else {})
     elif left and "steps" in table:  # as stale as the table's times
         found = {"steps": table["steps"]}
     others = alternatives(ladder, {row.name: removable_packages(row) for row in rows}, choose)
