@@ -162,8 +162,12 @@ def _copied_queries(stack: Stack) -> Off | str:
     def without_room(layer: Any) -> Any:
         return lambda nope, q_pe, room, cache, meta: type(layer)._mqa(layer, nope, q_pe, None, cache, meta)
 
+    def held(layer: Any) -> Any:  # without room a program is taken for one that is traced, which holds no weights
+        return lambda compiling: type(layer)._absorbed_weights(layer, False)
+
+    ways = {"_mqa": without_room, "_absorbed_weights": held}
     return _needs(layers, "latent attention") or (
-        lambda: replaced(*((layer, "_mqa", without_room(layer)) for layer in layers))
+        lambda: replaced(*((layer, name, way(layer)) for layer in layers for name, way in ways.items()))
     )
 
 

@@ -63,6 +63,19 @@ def test_both_ways_compute_the_same(model: str, stacks: dict[str, Stack]) -> Non
 
 
 @torch.inference_mode()
+def test_copied_queries_cost_their_copies_alone(stacks: dict[str, Stack], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither way multiplies out the weights that latents are multiplied by."""
+    stack, made = stacks["deepseek-ai/DeepSeek-V3"], []
+    absorb = fl.MLAAttention._absorb
+    monkeypatch.setattr(fl.MLAAttention, "_absorb", lambda layer: made.append(layer) or absorb(layer))
+    off = switch("absorbed queries").off(stack)
+    usual = stack()
+    with off():
+        assert torch.equal(stack(), usual)
+    assert made == []
+
+
+@torch.inference_mode()
 def test_switches_that_change_what_is_computed_do(stacks: dict[str, Stack]) -> None:
     deepseek = "deepseek-ai/DeepSeek-V3"
     for model, words in (("openai/gpt-oss-20b", "sinks"), (deepseek, "padding"), (deepseek, "absorbed products")):
