@@ -165,12 +165,16 @@ def _suites() -> Iterator[Part]:
     files = [file for file in files if re.search(r"\bmark\.gpu\b", (ROOT / file).read_text())]
     files.sort(key=lambda file: "warmup" not in file)  # what compiles most begins first
     parity = "tests/test_parity.py"
-    for name, paths, took in (
-        ("gpu_suite", " ".join(file for file in files if file != parity), 260), ("gpu_parity", parity, 360)
+    others = " ".join(file for file in files if file != parity)
+    for name, paths, took, needs, disabled in (
+        ("gpu_suite", others, 260, (), PLAIN), ("gpu_parity", parity, 360, PACKAGES, ()),
+        ("gpu_parity_alone", parity, 360, (), PLAIN),
     ):  # fmt: skip
         command = f"pytest {paths} -m gpu -n {{workers}} --dist worksteal {suite}"
         target = "10, 15, 16: the GPU suite"
-        yield Part(name, command, f"{name}.json", took, target, ("xdist",), wide=True, noisy=True)
+        yield Part(
+            name, command, f"{name}.json", took, target, ("xdist", *needs), environment=disabled, wide=True, noisy=True
+        )
     for name, those, took in (
         ("multigpu_suite", ("two_gpus", "world"), 130), ("multigpu_faults", ("gpu_faults", "gpu_replays"), 160)
     ):  # fmt: skip
@@ -219,7 +223,7 @@ def _layers() -> Iterator[Part]:
     """Layers against the packages, and optimisations one at a time."""
     points = (
         ("mla.bf16", "mla", "kv_dtype=torch.bfloat16", 90), ("mla.e4m3", "mla", "kv_dtype=torch.float8", 20),
-        ("gqa.few_heads", "gqa", "a key head", 5), ("gqa", "gqa", "^(?!.*a key head).*kv_dtype=torch.bfloat16", 140),
+        ("gqa.few_heads", "gqa", "a key head", 5), ("gqa", "gqa", "^(?!.*a key head).*kv_dtype=torch.bfloat16", 95),
         ("gqa.e4m3", "gqa", "kv_dtype=torch.float8", 85), ("small_ops.turns", "small_ops", " ro[tu][at][re][yr] ", 40),
         ("small_ops", "small_ops", "^(?!.* ro[tu][at][re][yr] )", 125), ("fused_moe", "fused_moe", "", 220),
         ("fp8_linear.tp8", "fp8_linear", "DeepSeek-V3 tp8", 160), ("fp8_linear.tp1", "fp8_linear", "tp1", 135),
@@ -461,7 +465,6 @@ HISTORY = {
     "fp8_vectors_linear_h200.jsonl": "one token's FP8 products by vectors; benchmarks/notes/fp8_linear.md",
     "slice_parts_h200.jsonl": "experts and attention as the page had them when two_gpus_slice_h200.jsonl was measured",
     "two_gpus_slice_since_h200.jsonl": "one.slice and two.slice* again, newer than what is simulated with them",
-    "gpu_parity_alone.json": "gpu_parity with packages switched off, at a later commit",
     "gather_columns_h100.jsonl": "candidates for FP8 rows whose scales lie in columns; benchmarks/notes/exchange.md",
     "two_gpus_exchange_h100.jsonl": "two.rows on two H100s; two.rows measures today's",
     "weight_only_h100.jsonl": "weight_only on an H100, with a ladder of one shape; benchmarks/notes/linear.md",

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src")]
 import adopt as adoption  # noqa: E402
 from adopt import NEW_TABLES, SUMMARY, TIMES, missing, whole_tables  # noqa: E402
-from parts import PARTS, Part  # noqa: E402
+from parts import PACKAGES, PARTS, Part  # noqa: E402
 
 from fastlayers.tuning.provenance import provenance  # noqa: E402
 
@@ -37,6 +37,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "4",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1",
 }  # fmt: skip
+# Of our own variables, what does not change which kernels run.
+OURS = ("FASTLAYERS_CACHE_DIR", "FASTLAYERS_TUNED_DIR")
 Row = dict[str, Any]
 
 
@@ -63,8 +65,11 @@ def expected(part: Part) -> int:
 
 
 def limit(part: Part) -> float:
-    """Return the seconds after which it is ended: a machine with fewer cores takes longer than the last one did."""
-    return 1.5 * max(expected(part), part.seconds) + 20
+    """Return the seconds after which it is ended: a machine with fewer cores takes longer than the last one did.
+
+    Packages may have been built when the last one came to it, and may not be now.
+    """
+    return 1.5 * max(expected(part), part.seconds) + (110 if set(part.needs) & set(PACKAGES) else 20)
 
 
 def command_of(part: Part, folder: Path, workers: int) -> list[str]:
@@ -82,9 +87,9 @@ def environment(paths: Iterable[Path], cache: Path | None) -> dict[str, str]:
     """Return what every part's process finds in its environment, besides its own."""
     roots = [*paths, *(ROOT / name for name in ("src", "models", "server", "benchmarks"))]
     before = os.environ.get("PYTHONPATH")
-    found = (
-        os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([*map(str, roots), *([before] if before else [])])}
-    )
+    # What a part runs with is written in parts.py; a folder of tables may be given beside it.
+    given = {name: value for name, value in os.environ.items() if name in OURS or not name.startswith("FASTLAYERS_")}
+    found = given | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([*map(str, roots), *([before] if before else [])])}
     return found | ({"FASTLAYERS_CACHE_DIR": str(cache)} if cache else {})
 
 

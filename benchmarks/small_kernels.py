@@ -228,10 +228,12 @@ class FlashInferRotaryKVWrite:
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
         positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, loc: torch.Tensor,
-        q_weight: torch.Tensor | None = None, k_weight: torch.Tensor | None = None,
+        q_weight: torch.Tensor | None = None, k_weight: torch.Tensor | None = None, out: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Write; return the rotated ``q``."""
+        """Write; return the rotated ``q``, copied into ``out``, which the rotation cannot write, if there is one."""
         q, k = self.rotary(q, k, cos, sin, positions)
+        if out is not None:
+            q = out.copy_(q)
         if self.cfg.latent:
             self.write(v[:, 0], k[:, 0], keys, loc)
         else:

@@ -11,7 +11,7 @@ import json
 import re
 import statistics
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,9 @@ def never_slower(part: str) -> str:
     place = f"{shape['layer']}, {shape['model']}, T={shape['tokens']}"
     median = statistics.median(found.values())
     whose = f"{own} by our kernels, {len(found) - own} by a package's"
-    return f"{good} of {len(found)} points; median {median:.2f} ×, worst {found[worst]:.2f} × ({place}); {whose}"
+    told = f"{good} of {len(found)} points; median {median:.2f} ×, worst {found[worst]:.2f} × ({place}); {whose}"
+    lost = Counter((rows[0]["layer"], name) for rows in measured.values() for name in rows[0].get("failed", {}))
+    return told + "".join(f"; {name} failed at {count} of {layer}" for (layer, name), count in sorted(lost.items()))
 
 
 def when_tuned(layer: str) -> str:

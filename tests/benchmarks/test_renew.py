@@ -441,6 +441,23 @@ def test_the_gpu_suite_is_each_file_with_such_tests_once(renew: Any) -> None:
     assert len(run) == len(set(run)) and set(run) == marked
 
 
+def test_parity_with_all_packages_had_them(renew: Any) -> None:
+    """A run that a variable had switched packages off for stood there once; a part's environment is its own."""
+    results = ROOT / "benchmarks/results"
+    found, alone = (json.loads((results / f"gpu_parity{name}.json").read_text()) for name in ("", "_alone"))
+    for package in ("flashinfer", "deep_gemm", "flashmla"):
+        assert any(f"-{package}" in triple for triple in found["triples"]), package
+        assert not any(f"-{package}" in triple for triple in alone["triples"]), package
+    assert not any("FASTLAYERS_DISABLE" in why for why in found["skipped_because"])
+
+
+def test_a_part_has_none_of_our_variables_but_its_own(renew: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DISABLE", "BACKEND", "TUNED_DIR"):
+        monkeypatch.setenv(f"FASTLAYERS_{name}", "given")
+    found = {name for name in renew.environment([], None) if name.startswith("FASTLAYERS_")}
+    assert "FASTLAYERS_TUNED_DIR" in found and not found & {"FASTLAYERS_DISABLE", "FASTLAYERS_BACKEND"}
+
+
 def test_the_page_is_renewed_in_one_go_of_two_gpus(renew: Any) -> None:
     """Half an hour of two GPUs, each with a lane of parts, starts and waiting included."""
     page = renew.chosen([], page=True)

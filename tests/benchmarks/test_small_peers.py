@@ -271,6 +271,15 @@ def test_a_peer_computes_the_layer_with_its_package_in_its_best_form(
     assert calls == expected
 
 
+def test_a_peer_writes_rotated_queries_where_they_belong(calls: Calls) -> None:
+    """As at real sizes, where absorbed queries leave room for them: the package's rotation gives new tensors."""
+    layer = "rotary_kv_write"
+    (case,) = (case for case in spec_of(layer).cases if case.name == "into")
+    bench = Bench(layer, case.cfg, CPU, clock_for(CPU), peers=small_peers.small_peers(layer, case.cfg, H200))
+    assert case.shape["into"] and check_peer(bench, Option("flashinfer (2 launches)"), case) < 0.04
+    assert calls == ["apply_rope_with_cos_sin_cache", "append_paged_mla_kv_cache"]
+
+
 @pytest.mark.parametrize("layer", sorted({work[0] for work in WORK}))
 def test_what_a_kernel_computes_wrongly_is_seen(layer: str, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels do nothing, or give the zeros of new tensors: however a peer is judged, that must show."""
