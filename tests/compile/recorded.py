@@ -36,8 +36,10 @@ from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.launch_config import candidates
 from fastlayers.moe.fused_moe.packages import deep_gemm
 from fastlayers.moe.fused_moe.swizzle import swizzle
-from fastlayers.moe.fused_moe.triton import mxfp4_hopper, mxfp4_plans, permute
+from fastlayers.moe.fused_moe.triton import permute
 from fastlayers.moe.fused_moe.triton.backend import TritonFusedMoE
+from fastlayers.moe.fused_moe.triton.mxfp4 import hopper as mxfp4_hopper
+from fastlayers.moe.fused_moe.triton.mxfp4 import plans as mxfp4_plans
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.moe.placement.triton import TritonSlots
 from fastlayers.moe.router.triton import router_logits

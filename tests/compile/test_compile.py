@@ -20,7 +20,8 @@ from fastlayers.attention.mla import gluon_columns as mla_columns
 from fastlayers.attention.mla import triton_reduce as mla_reduce
 from fastlayers.attention.mla import wgmma as mla_wgmma
 from fastlayers.device import Device
-from fastlayers.moe.fused_moe.triton import mxfp4_plans, mxfp4_wgmma
+from fastlayers.moe.fused_moe.triton.mxfp4 import plans as mxfp4_plans
+from fastlayers.moe.fused_moe.triton.mxfp4 import wgmma as mxfp4_wgmma
 from fastlayers.registry import LAYERS, registry
 from fastlayers.registry.spec import spec_of
 from fastlayers.runtime.launch import fewer_stages

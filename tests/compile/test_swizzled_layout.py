@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fastlayers import env
-from fastlayers.moe.fused_moe.triton import mxfp4_plans
+from fastlayers.moe.fused_moe.triton.mxfp4 import plans as mxfp4_plans
 from fastlayers.testing.compile_check import KernelBuild, _ptxas_report, compiled_for
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -21,10 +21,13 @@ from fastlayers.moe.fused_moe.launch_config import LaunchConfig, Tile
 from fastlayers.moe.fused_moe.layer import FUSED_MOE, FusedMoEConfig
 from fastlayers.moe.fused_moe.reference import ReferenceFusedMoE
 from fastlayers.moe.fused_moe.swizzle import swizzle_codes, swizzle_scales
-from fastlayers.moe.fused_moe.triton import mxfp4_hopper, mxfp4_mma, mxfp4_plans, mxfp4_rows
 from fastlayers.moe.fused_moe.triton.backend import TritonFusedMoE
-from fastlayers.moe.fused_moe.triton.mxfp4_hopper import TritonSwizzledFusedMoE
-from fastlayers.moe.fused_moe.triton.mxfp4_plans import HopperLaunchConfig
+from fastlayers.moe.fused_moe.triton.mxfp4 import hopper as mxfp4_hopper
+from fastlayers.moe.fused_moe.triton.mxfp4 import mma as mxfp4_mma
+from fastlayers.moe.fused_moe.triton.mxfp4 import plans as mxfp4_plans
+from fastlayers.moe.fused_moe.triton.mxfp4 import rows as mxfp4_rows
+from fastlayers.moe.fused_moe.triton.mxfp4.hopper import TritonSwizzledFusedMoE
+from fastlayers.moe.fused_moe.triton.mxfp4.plans import HopperLaunchConfig
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.registry.spec import Case
 from fastlayers.testing.parity import check_parity, compare
@@ -186,14 +189,14 @@ def test_steps_ahead_are_at_most_all() -> None:
 
 
 MUTANTS = {
-    "first step again": ("mxfp4_mma", "held[i], held_scales[i]", "held[0], held_scales[i]"),
-    "first scales again": ("mxfp4_mma", "held[i], held_scales[i]", "held[i], held_scales[0]"),
-    "codes a turn late": ("mxfp4_mma", "step + AHEAD * W", "step"),
-    "unweighted": ("mxfp4_hopper", "(sums + bias) * weight", "sums + bias"),
-    "no bias": ("mxfp4_hopper", "(sums + bias) * weight", "sums * weight"),
-    "every token the first": ("mxfp4_hopper", "tl.int32) + pair // PER_TOKEN", "tl.int32)"),
+    "first step again": ("mma", "held[i], held_scales[i]", "held[0], held_scales[i]"),
+    "first scales again": ("mma", "held[i], held_scales[i]", "held[i], held_scales[0]"),
+    "codes a turn late": ("mma", "step + AHEAD * W", "step"),
+    "unweighted": ("hopper", "(sums + bias) * weight", "sums + bias"),
+    "no bias": ("hopper", "(sums + bias) * weight", "sums * weight"),
+    "every token the first": ("hopper", "tl.int32) + pair // PER_TOKEN", "tl.int32)"),
     # The first pair is dropped: by its expert nothing would be written, and unwritten memory may hold what is right.
-    "expert of the second pair": ("mxfp4_hopper", "tl.load(ids_ptr + pair)", "tl.load(ids_ptr + 1)"),
+    "expert of the second pair": ("hopper", "tl.load(ids_ptr + pair)", "tl.load(ids_ptr + 1)"),
 }
 
 
@@ -203,7 +206,7 @@ def test_planted_bug_in_held_kernels_shows(name: str, tmp_path: Path, monkeypatc
     module, before, after = MUTANTS[name]
     wanted = plain()
     names = (
-        ("fastlayers.moe.fused_moe.triton.mxfp4_mma import", "mutant_mxfp4_mma import"),
+        ("fastlayers.moe.fused_moe.triton.mxfp4.mma import", "mutant_mma import"),
         ('experts_operator("fused_moe_swizzled"', f'experts_operator("mutant_{abs(hash(name))}"'),
     )
     for each, more in ((mxfp4_mma, ()), (mxfp4_hopper, names)):

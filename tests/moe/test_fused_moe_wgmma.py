@@ -24,9 +24,12 @@ from fastlayers.moe.fused_moe import cases
 from fastlayers.moe.fused_moe.layer import FUSED_MOE, FusedMoEConfig
 from fastlayers.moe.fused_moe.reference import ReferenceFusedMoE
 from fastlayers.moe.fused_moe.swizzle import SwizzledWeights, swizzle_codes, swizzle_scales
-from fastlayers.moe.fused_moe.triton import mxfp4_hopper, mxfp4_mma, mxfp4_plans, mxfp4_wgmma
-from fastlayers.moe.fused_moe.triton.mxfp4_hopper import TritonSwizzledFusedMoE
-from fastlayers.moe.fused_moe.triton.mxfp4_plans import DIRECT, GATHERED, HopperLaunchConfig, no_wgmma, plan_for, plans
+from fastlayers.moe.fused_moe.triton.mxfp4 import hopper as mxfp4_hopper
+from fastlayers.moe.fused_moe.triton.mxfp4 import mma as mxfp4_mma
+from fastlayers.moe.fused_moe.triton.mxfp4 import plans as mxfp4_plans
+from fastlayers.moe.fused_moe.triton.mxfp4 import wgmma as mxfp4_wgmma
+from fastlayers.moe.fused_moe.triton.mxfp4.hopper import TritonSwizzledFusedMoE
+from fastlayers.moe.fused_moe.triton.mxfp4.plans import DIRECT, GATHERED, HopperLaunchConfig, no_wgmma, plan_for, plans
 from fastlayers.quant.mxfp4.codes import dequantize_mxfp4
 from fastlayers.runtime.precompile import cover
 from fastlayers.testing.parity import compare

@@ -99,9 +99,9 @@ def _triton_swizzled(cfg: FusedMoEConfig, device: Device) -> str | None:
 
 
 def _about_swizzled(cfg: FusedMoEConfig, device: Device) -> str:
-    from fastlayers.moe.fused_moe.triton import mxfp4_plans
+    from fastlayers.moe.fused_moe.triton.mxfp4 import plans
 
-    return mxfp4_plans.about(cfg, device)
+    return plans.about(cfg, device)
 
 
 def _not_oai_mxfp4(cfg: FusedMoEConfig) -> str | None:
@@ -148,7 +148,7 @@ TRITON_KERNELS = Backend(
 )
 # Our own kernels over the same layout, for few tokens: a ladder takes both.
 TRITON_SWIZZLED = replace(
-    triton_backend(f"{_HERE}.triton.mxfp4_hopper:TritonSwizzledFusedMoE", _triton_swizzled, "triton_kernels"),
+    triton_backend(f"{_HERE}.triton.mxfp4.hopper:TritonSwizzledFusedMoE", _triton_swizzled, "triton_kernels"),
     name="triton_swizzled",
     about=_about_swizzled,
 )

@@ -29,7 +29,7 @@ from fastlayers.moe.fused_moe.launch_config import (
 )
 from fastlayers.moe.fused_moe.token_chunks import token_chunks
 from fastlayers.moe.fused_moe.triton import grouped_gemm
-from fastlayers.moe.fused_moe.triton.mxfp4_gemm import mxfp4_experts
+from fastlayers.moe.fused_moe.triton.mxfp4.gemm import mxfp4_experts
 from fastlayers.moe.fused_moe.triton.packed_gemm import packed_experts
 from fastlayers.moe.fused_moe.triton.packed_vector import packed_vector_experts
 from fastlayers.moe.fused_moe.triton.pair_gemm import pair_experts

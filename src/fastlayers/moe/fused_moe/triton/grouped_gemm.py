@@ -2,7 +2,7 @@
 
 A pair is one (token, expert): its number p = token * PER_TOKEN + j. ``sorted_ptr`` lists pairs in blocks of one
 expert (:mod:`fastlayers.moe.align.layer`). Formats: QUANT 0 none, 1 fp8_block, 2 int8
-(mxfp4 has kernels of its own in :mod:`fastlayers.moe.fused_moe.triton.mxfp4_gemm`).
+(mxfp4 has kernels of its own in :mod:`fastlayers.moe.fused_moe.triton.mxfp4.gemm`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Weights are in the layout of :mod:`fastlayers.moe.fused_moe.swizzle`: the 16 bytes that a thread copies are the left
 operands of four m16n8k16 products, rows of an expert times 8 tokens. Nothing is exchanged between threads and nothing
-transposed; decoding takes 15 instructions for 8 codes. How warps share it: ``mxfp4_hopper.py``, ``mxfp4_rows.py``;
-for ``mxfp4_wgmma.py`` the same instructions decode.
+transposed; decoding takes 15 instructions for 8 codes. How warps share it: ``mxfp4/hopper.py``, ``mxfp4/rows.py``;
+for ``mxfp4/wgmma.py`` the same instructions decode.
 
 Every tensor of a product has the shape [R tiles, W warps, 32 lanes * 4], and the instructions are right only if a
 thread holds the four numbers of its lane: ``tests/compile/test_swizzled_layout.py`` reads that from the compiled

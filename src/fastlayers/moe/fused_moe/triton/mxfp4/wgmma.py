@@ -8,7 +8,7 @@ bytes are copied asynchronously, STAGES - 1 steps of 64 columns ahead, and need 
 
 In front of the wait stands what reads weights alone, and the alignment, which ended before the kernel in front began.
 Where the first product gathers its rows itself, the alignment is in front of it: then all is read behind the wait.
-Sums are those of :mod:`fastlayers.moe.fused_moe.triton.mxfp4_rows` to the last bit; that is what runs in Triton's
+Sums are those of :mod:`fastlayers.moe.fused_moe.triton.mxfp4.rows` to the last bit; that is what runs in Triton's
 interpreter, which knows no Gluon.
 """
 
@@ -29,9 +29,9 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from fastlayers.moe.fused_moe.triton.activation import activation_of
-from fastlayers.moe.fused_moe.triton.mxfp4_blocks import blocks_of
-from fastlayers.moe.fused_moe.triton.mxfp4_mma import UNFOLD, left_operand
-from fastlayers.moe.fused_moe.triton.mxfp4_plans import DIRECT, REGISTERS, HopperLaunchConfig
+from fastlayers.moe.fused_moe.triton.mxfp4.blocks import blocks_of
+from fastlayers.moe.fused_moe.triton.mxfp4.mma import UNFOLD, left_operand
+from fastlayers.moe.fused_moe.triton.mxfp4.plans import DIRECT, REGISTERS, HopperLaunchConfig
 from fastlayers.runtime.launch import kernel
 from fastlayers.triton_lang import await_inputs, dependent_launch, release_dependents
 

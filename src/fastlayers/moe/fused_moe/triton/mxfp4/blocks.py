@@ -10,7 +10,7 @@ import torch
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.align.layer import num_blocks
 from fastlayers.moe.align.triton import FEW, launch_few
-from fastlayers.moe.fused_moe.triton.mxfp4_plans import HopperLaunchConfig
+from fastlayers.moe.fused_moe.triton.mxfp4.plans import HopperLaunchConfig
 from fastlayers.runtime.launch import Part, side_by_side
 from fastlayers.triton_lang import dependent_launch
 

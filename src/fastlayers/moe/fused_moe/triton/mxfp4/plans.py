@@ -1,8 +1,8 @@
 """How MXFP4 experts run over weights in the matrix units' order: which kernels, and the sizes of their programs.
 
-    up to 2 tokens                        each pair by itself            mxfp4_hopper.py
-    more                                  blocks, mma.sync               mxfp4_rows.py
-    from 40 on, on sm_90, whole turns     blocks, wgmma                  mxfp4_wgmma.py
+    up to 2 tokens                        each pair by itself            mxfp4/hopper.py
+    more                                  blocks, mma.sync               mxfp4/rows.py
+    from 40 on, on sm_90, whole turns     blocks, wgmma                  mxfp4/wgmma.py
 
 The last two give the same bits. A plan of the last, also one that a table lends to other experts, runs as its twin of
 the second kind where :func:`no_wgmma` says why, and in Triton's interpreter: :meth:`HopperLaunchConfig.here`.

@@ -1,6 +1,6 @@
 """Products of MXFP4 weights with blocks of 8, 16 or 32 tokens of one expert: each warp has rows of its own.
 
-The operands are those of :mod:`fastlayers.moe.fused_moe.triton.mxfp4_mma`. Codes are decoded once for all tokens of a
+The operands are those of :mod:`fastlayers.moe.fused_moe.triton.mxfp4.mma`. Codes are decoded once for all tokens of a
 block, of which only the groups of eight that have pairs are multiplied. They go from memory into the registers that
 the instructions read; those of the first steps are asked for before the wait: which pairs a block has was written
 before the kernel in front began. The warps of a program take the same columns of different rows, so that they find the
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from fastlayers.moe.fused_moe.triton.grouped_gemm import block_is_empty
-from fastlayers.moe.fused_moe.triton.mxfp4_mma import (
+from fastlayers.moe.fused_moe.triton.mxfp4.mma import (
     CODES,
     OPERANDS,
     UNFOLD,

@@ -1,9 +1,9 @@
 """MXFP4 experts of few tokens in Triton, over weights in the order of the tensor cores' operands.
 
-Four launches: tokens are ordered as :mod:`fastlayers.moe.fused_moe.triton.mxfp4_mma` reads them, gate·up with the
+Four launches: tokens are ordered as :mod:`fastlayers.moe.fused_moe.triton.mxfp4.mma` reads them, gate·up with the
 activation, down with the routing weight, sum. Few tokens' pairs are by themselves: the products are here. More are
-aligned first: :mod:`fastlayers.moe.fused_moe.triton.mxfp4_rows`, and from 40 tokens on, where shapes and card allow it,
-:mod:`fastlayers.moe.fused_moe.triton.mxfp4_wgmma`.
+aligned first: :mod:`fastlayers.moe.fused_moe.triton.mxfp4.rows`, and from 40 tokens on, where shapes and card allow it,
+:mod:`fastlayers.moe.fused_moe.triton.mxfp4.wgmma`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from fastlayers.moe.fused_moe.experts_operator import ExpertsBackend, experts_op
 from fastlayers.moe.fused_moe.launch_config import MAX_TOKENS
 from fastlayers.moe.fused_moe.swizzle import SwizzledWeights, swizzle
 from fastlayers.moe.fused_moe.token_chunks import token_chunks
-from fastlayers.moe.fused_moe.triton import mxfp4_wgmma
-from fastlayers.moe.fused_moe.triton.mxfp4_blocks import blocks_of
-from fastlayers.moe.fused_moe.triton.mxfp4_mma import (
+from fastlayers.moe.fused_moe.triton.mxfp4 import wgmma
+from fastlayers.moe.fused_moe.triton.mxfp4.blocks import blocks_of
+from fastlayers.moe.fused_moe.triton.mxfp4.mma import (
     MAX_SCALE,
     ask,
     column_at,
@@ -39,8 +39,8 @@ from fastlayers.moe.fused_moe.triton.mxfp4_mma import (
     multiply_held,
     place_of,
 )
-from fastlayers.moe.fused_moe.triton.mxfp4_plans import HopperLaunchConfig, plan_for, plans, steps_ahead
-from fastlayers.moe.fused_moe.triton.mxfp4_rows import (
+from fastlayers.moe.fused_moe.triton.mxfp4.plans import HopperLaunchConfig, plan_for, plans, steps_ahead
+from fastlayers.moe.fused_moe.triton.mxfp4.rows import (
     fragment_columns,
     gather_kernel,
     rows_down_kernel,
@@ -230,7 +230,7 @@ def _launches(
 ) -> _Launches:  # fmt: skip
     """Return what launches the alignment, the order of the rows, both products and the sums."""
     plan = _plan_of(numbers, hidden, inner, device)
-    make = mxfp4_wgmma.launches if plan.wgmma else _blocks if plan.tokens else _pairs
+    make = wgmma.launches if plan.wgmma else _blocks if plan.tokens else _pairs
     size, partial, align, order, gate_up, down, *direct = make(
         tokens, per_token, experts, hidden, inner, x_stride, alpha, limit, bias13, bias2, dtype, plan, device
     )
