@@ -5,8 +5,8 @@ tokens of all prompts on the host (median of several), with prefill captured as 
 padding (``padded``), and uncaptured; the sum of the kernels' times of each; and whether the tokens are the same. The
 last row of a model is what was captured, and what that cost. One JSON line a row.
 
-Captured, shapes that ``peers/bench_vllm.py`` times as well are timed as it does: between two first tokens the same
-prompts get 128 tokens. A GPU that only prefills takes all the power that it may, and prefills more slowly.
+Shapes that ``peers/bench_vllm.py`` times as well are timed as it does: between two first tokens the same prompts get
+128 tokens. A GPU that only prefills takes all the power that it may, and prefills more slowly.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def bench(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         peers = (batch, length) in PEER_SHAPES
         for way, generator in ways.items():
             decode = partial(generator.generate, rows, max_new_tokens=PEER_TOKENS, eos_ids=())
-            between = decode if peers and way == "captured" else list
+            between = decode if peers else list
             times, tokens[way] = wall_ms(generator, rows, options.repeats, between)
             before = generator.step.graphs.replays if generator.step.graphs is not None else 0
             device, kernels = device_ms(generator, rows)

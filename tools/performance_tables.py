@@ -251,17 +251,20 @@ def latencies() -> str:
         wanted = f"{firsts[row['model']]} ms" if case == "bs1" else "vLLM's" if case else ""
         least = f", least {row['captured_least_ms']:.1f}" if case and "captured_least_ms" in row else ""
         beside = f" (vLLM's best run {peer:.1f})" if peer is not None else ""
+        replayed = row.get("captured_replayed", True)
+        other = f"not captured {row['uncaptured_ms']:.1f}" if replayed else "of a size without a graph"
         lines.append(
             f"| {row['model']}, first token of {row['batch']} × {row['prompt']} | {row['captured_ms']:.1f} ms{least}, "
-            f"not captured {row['uncaptured_ms']:.1f}{beside} | {row['captured_device_ms']:.1f} ms | {wanted} |"
+            f"{other}{beside} | {row['captured_device_ms']:.1f} ms | {wanted} |"
         )
     for row in lines_of("patch_first_token"):
         if "graph_ms" in row:
             share = row["graph_ms"] / row["stock_ms"]
             wanted = "0.5 ×" if row["prompt"] <= 512 and row["batch"] == 1 else "never slower"
+            other = f"without graphs {row['patched_ms']:.1f}" if row["graph_replayed"] else "of a size without a graph"
             lines.append(
                 f"| {row['model']}, patched `generate(max_new_tokens=1)`, {row['batch']} × {row['prompt']} | "
-                f"{row['graph_ms']:.1f} ms, {share:.2f} × stock's {row['stock_ms']:.1f} | | {wanted} |"
+                f"{row['graph_ms']:.1f} ms, {share:.2f} × stock's {row['stock_ms']:.1f}; {other} | | {wanted} |"
             )
     lines += untuned()
     return "\n".join(lines) if len(lines) > 2 else MISSING
