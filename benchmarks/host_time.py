@@ -2,8 +2,9 @@
 
 A forward of 16 tokens (one prompt) of models of real dimensions with random weights: milliseconds on the clock, of the
 device (sum of its kernels), kernels, and Python's calls in one decoder layer as cProfile counts them. The clock's are
-the median of several cores of the host, each for itself, that nobody shares just then: on one that is shared, a loop
-that is Python's alone takes twice as long, too. ``by_core_ms`` and ``loop_by_core_ms`` have all cores.
+the median of those rounds, on several cores of the host one by one, in which nobody shared the core: on one that is
+shared, a loop that is Python's alone takes up to twice as long, too, and one is timed right before and behind each
+round. ``by_core_ms`` and ``loop_by_core_ms`` are the medians of all rounds of each core.
 With ``--patch``, the same models of Hugging Face: a decode step of ``generate`` at batch 1, stock and with
 ``fl.patch(model)`` without graphs, by turns in one process, and the memory that either takes at most. One JSON line a
 row; the first describes the run.
@@ -19,8 +20,8 @@ import pstats
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from generate import MODELS, prompts_of, randomize
@@ -32,44 +33,52 @@ from fastlayers.tuning.bench import describe_run
 from fastlayers.tuning.provenance import loop_ms
 from fastlayers_models.auto import family_of
 
-ROUNDS, CORES = 20, 7
-# How much longer an empty loop may take than on the fastest core, before and behind, where nobody shares the core.
-SHARED = 1.15
+ROUNDS, CORES = 60, 7
+# Turns of the empty loop, a quarter of a millisecond; how much longer than the least one they take on a shared core.
+TURNS, SHARED = 20_000, 1.15
 PATCHED = [name for name in CONFIGS if name != "tiny"]
 
 
-def milliseconds(call: Callable[[], Any], rounds: int = ROUNDS) -> float:
-    """Return the median of so many calls, each waited for, after three that do not count."""
-    took = []
-    for _ in range(rounds + 3):
+class Round(NamedTuple):
+    """Milliseconds of a call that was waited for, and of the longer of two loops, right before and behind it."""
+
+    wall_ms: float
+    loop_ms: float
+
+
+def rounds(call: Callable[[], Any], count: int = ROUNDS) -> list[Round]:
+    """Return so many rounds, after three that do not count."""
+    found = []
+    for _ in range(count + 3):
         torch.cuda.synchronize()
+        before = loop_ms(TURNS, 1)
         begin = time.perf_counter()
         call()
         torch.cuda.synchronize()
-        took.append(1000 * (time.perf_counter() - begin))
-    return statistics.median(took[3:])
+        took = 1000 * (time.perf_counter() - begin)
+        found.append(Round(took, max(before, loop_ms(TURNS, 1))))
+    return found[3:]
 
 
-def by_core(call: Callable[[], Any]) -> list[tuple[float, float]]:
-    """Return :func:`milliseconds` of a call, and of an empty loop, on several cores of the host, one by one."""
+def by_core(call: Callable[[], Any]) -> list[list[Round]]:
+    """Return the rounds of a call on several cores of the host, one by one."""
     allowed = os.sched_getaffinity(0)
     cores, found = sorted(allowed), []
     apart = -(-len(cores) // CORES)
     try:
         for core in cores[os.getpid() % apart :: apart]:  # not those of another that measures beside this one
             os.sched_setaffinity(0, {core})
-            before = loop_ms()
-            took = milliseconds(call)
-            found.append((took, max(before, loop_ms())))
+            found.append(rounds(call))
     finally:
         os.sched_setaffinity(0, allowed)
     return found
 
 
-def of_unshared(found: Sequence[tuple[float, float]]) -> list[float]:
-    """Return those milliseconds that were taken on cores which nobody else kept busy."""
-    least = min(loop for _, loop in found)
-    return [took for took, loop in found if loop <= SHARED * least]
+def unshared(cores: Sequence[Sequence[Round]]) -> list[float]:
+    """Return the milliseconds of those rounds in which nobody else kept the core busy."""
+    every = [each for core in cores for each in core]
+    least = min(each.loop_ms for each in every)
+    return [each.wall_ms for each in every if each.loop_ms <= SHARED * least]
 
 
 def device_time(call: Callable[[], Any]) -> tuple[float, int]:
@@ -100,6 +109,11 @@ def calls_in_layer(model: Any, call: Callable[[], Any]) -> tuple[int, pstats.Sta
     return stats.total_calls, stats  # type: ignore[attr-defined]
 
 
+def median(values: Iterable[float]) -> float:
+    """Return the median, as a row tells it."""
+    return round(statistics.median(values), 2)
+
+
 def measure_model(name: str, profile: bool) -> dict[str, Any]:
     """Return the row of one model."""
     family: Any = family_of(MODELS[name])
@@ -119,7 +133,7 @@ def measure_model(name: str, profile: bool) -> dict[str, Any]:
     for _ in range(3):
         forward()
     walls = by_core(forward)
-    own = of_unshared(walls)
+    own = unshared(walls)
     device, kernels = device_time(forward)
     calls, stats = calls_in_layer(model, forward)
     if profile:
@@ -129,8 +143,9 @@ def measure_model(name: str, profile: bool) -> dict[str, Any]:
         pstats.Stats(whole).sort_stats("tottime").print_stats(45)
         stats.sort_stats("ncalls").print_stats(40)
     return {
-        "model": name, "tokens": tokens, "wall_ms": round(statistics.median(own), 2), "own_cores": len(own),
-        "by_core_ms": [round(wall, 2) for wall, _ in walls], "loop_by_core_ms": [loop for _, loop in walls],
+        "model": name, "tokens": tokens, "wall_ms": median(own), "own_rounds": len(own),
+        "rounds": sum(map(len, walls)), "by_core_ms": [median(each.wall_ms for each in core) for core in walls],
+        "loop_by_core_ms": [median(each.loop_ms for each in core) for core in walls],
         "device_ms": round(device, 2), "kernels": kernels, "layers": model.config.num_hidden_layers,
         "calls_in_a_layer": calls,
     }  # fmt: skip

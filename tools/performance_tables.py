@@ -207,11 +207,10 @@ def sources() -> list[str]:
 
 
 def _cores(row: Row) -> str:
-    """Return of how many cores a figure is the median, and those of all that were measured."""
-    if "own_cores" not in row:
-        return ""
+    """Return of what a figure is the median, and those of all cores that were measured."""
     of_all = sorted(row["by_core_ms"])
-    return f" ({row['own_cores']} cores that nobody shared; all {len(of_all)}: {of_all[0]} to {of_all[-1]})"
+    own = f"{row['own_rounds']} of {row['rounds']} rounds" if "rounds" in row else f"{row['own_cores']} cores"
+    return f" ({own} that nobody shared; all {len(of_all)} cores: {of_all[0]} to {of_all[-1]})"
 
 
 def latencies() -> str:
