@@ -100,11 +100,6 @@ def test_tables_are_found_where_tuners_write_them(figures: Any, tmp_path: Path) 
     assert figures.shared_experts() is not None
     (shared,) = (figure for figure in figures.FIGURES if figure.item == 25)
     assert (tmp_path / shared.evidence).is_file()
-    rows = [("linear", "bf16"), ("weight_only_linear", "w4a16"), ("fused_moe", "w4a16")]
-    text = "".join(
-        json.dumps({"key": layer, "layer": layer, "cfg": cfg, "model": "m", "tokens": 4, "auto": True, "us": 9.0,
-                    "backend": "triton", "config": {}}) + "\n" for layer, cfg in rows
-    )  # fmt: skip
-    assert figures.weights_alone() is None
-    (tmp_path / "weight_only_h200.jsonl").write_text(text)
-    assert "int8 1 shapes, weights alone 6, their experts 1" in figures.weights_alone()[0]
+    assert (
+        figures.tuned_weights().measured == "shapes with a table: int8 1, w4a16 6, experts in w4a16 1, 8 bits alone 0"
+    )
