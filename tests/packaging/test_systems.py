@@ -379,6 +379,30 @@ def test_losses_beside_packages_are_listed(tool: Any, tmp_path: Path, monkeypatc
     )
 
 
+def test_words_of_rows_are_true() -> None:
+    """What the page's hand says beside the name of a system, where code or a figure can say that it is so."""
+    name = {row.item: row.name for row in ROWS}
+    assert "`patch` has no `fp8_math`" in name[5] and "docs/patching.md" in name[5]
+    assert "fp8_math" not in inspect.signature(fl.patch).parameters
+    assert "`fp8_math`" in (REPO / "docs/patching.md").read_text()
+    assert "for few rows and for memory" in name[26]
+    approximate = {path.parent.name for path in (REPO / "src").rglob("*.py") if ".approx." in path.read_text()}
+    assert "SiLU alone takes approximate instructions" in name[41] and approximate == {"silu_mul"}
+    assert all("off by default (`fp8_absorb`)" in name[item] for item in (44, 45, 46))
+    assert "quantisers and `merge_state` have none" in name[58] and "benchmarks/notes/small_ops.md" in name[58]
+    without = [*(REPO / "src/fastlayers/quant").rglob("triton.py"), path_of("attention/merge_state/triton.py")]
+    without.append(path_of("activation/silu_mul_quant/triton.py"))
+    assert len(without) >= 5 and not any("dependent_launch" in path.read_text() for path in without)
+    assert "quantisers and merge_state do without" in (REPO / "benchmarks/notes/small_ops.md").read_text()
+    page = PAGE.read_text()
+    assert "| 13 | a layer's time, which is no TTFT, of" in page
+    # What the titles of two figures say of their peers.
+    small = [json.loads(line) for line in (RESULTS / "performance/small_ops.jsonl").read_text().splitlines() if line]
+    early = {row["layer"] for row in small if row.get("backend", "").endswith("PDL")}
+    assert "| 18 | rotation, launched dependently, beside peers launched plainly |" in page and "rotary" not in early
+    assert "| 24 | router, beside peers, FlashInfer's launched dependently as well |" in page and "router" in early
+
+
 def test_an_item_waits_for_each_of_its_figures(tool: Any) -> None:
     """Where one is missing, the page's hand says why it is not done; where all are there, the figures say."""
     states = tool.figures()[1]
