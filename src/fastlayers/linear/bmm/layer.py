@@ -108,7 +108,7 @@ BMM = Registry(
         Backend(
             "deep_gemm", f"{_HERE}.packages:DeepGemmBmm",
             ("deep_gemm:fp8_m_grouped_gemm_nt_masked", *TRITON_NEEDS), _refuse_deep_gemm, (),
-            note="copies views, and tokens into whole tiles; not timed",
+            note="copies views, and tokens into whole tiles",
         ),
         torch_backend(f"{_HERE}.torch:TorchBmm"),
         reference_backend(f"{_HERE}.reference:ReferenceBmm"),
