@@ -64,7 +64,7 @@ class Slot:
     index : tuple[slice, ...]
         What this rank reads of it (``()``: everything).
     convert : callable or None
-        Applied to the read part before the copy.
+        Applied to the read part before the copy; a ``CheckpointError`` of its own is raised with the tensor's name.
     optional : bool
         Absence in the checkpoint is no error.
     wrong : callable or None
@@ -84,11 +84,14 @@ class Slot:
         Raises
         ------
         CheckpointError
-            The shape or dtype does not fit, a finite value would become infinite in fp16, or the values are
-            ``wrong``; the tensor is named. e4m3 goes into e4m3 only: a quantised tensor is never cast to a wider one
-            without its scales.
+            The shape or dtype does not fit, a finite value would become infinite in fp16, the values are ``wrong``, or
+            ``convert`` raised one; the tensor is named. e4m3 goes into e4m3 only: a quantised tensor is never cast to
+            a wider one without its scales.
         """
-        value = self.convert(part) if self.convert is not None else part
+        try:
+            value = self.convert(part) if self.convert is not None else part
+        except CheckpointError as error:
+            raise CheckpointError(f"{name}: {error}") from error
         if tuple(value.shape) != tuple(self.dest.shape):
             raise CheckpointError(f"{name}: shape {tuple(value.shape)} does not fit {tuple(self.dest.shape)}")
         quantised = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)

@@ -225,16 +225,22 @@ def test_fp8_weights_alone(strategy: str, plain: Path, tmp_path: Path) -> None:
 def test_groups_out_of_order_are_refused_where_the_file_says_they_are_not(plain: Path, tmp_path: Path) -> None:
     layout = LAYOUTS["gptq_act_order"]
     coded, _ = quantised(plain, tmp_path, Layout(GPTQ, layout.tensors, shuffled=True))
-    with pytest.raises(CheckpointError, match=r"not in order of their groups of 32, .* desc_act false"):
+    message = r"^model\.layers\.\S+\.g_idx: .* not in order of their groups of 32, .* desc_act false"
+    with pytest.raises(CheckpointError, match=message):
         ours(coded)
 
 
-def test_fused_linears_of_another_order_each_are_refused(plain: Path, tmp_path: Path) -> None:
+def test_groups_that_do_not_fit_are_refused_with_the_tensors_name(plain: Path, tmp_path: Path) -> None:
     coded, _ = quantised(plain, tmp_path, LAYOUTS["gptq_act_order"])
-    tensors = tensors_of(coded)
-    tensors["model.layers.1.self_attn.k_proj.g_idx"] = tensors["model.layers.1.self_attn.k_proj.g_idx"].flip(0)
-    with pytest.raises(CheckpointError, match=r"other groups of input features than of the linear"):
-        ours(write(tmp_path / "mixed", json.loads((coded / "config.json").read_text()), tensors))
+    part, config = "model.layers.1.self_attn.", json.loads((coded / "config.json").read_text())
+    tensors, name = tensors_of(coded), f"{part}k_proj.g_idx"
+    for wrong, message in (
+        # In the file's order k_proj is read first, and q_proj is the one that differs from it.
+        (tensors[name].flip(0), f"^{part}q_proj.g_idx: other groups of input features than of the linear that this"),
+        (tensors[name] + 5, rf"^{part}k_proj.g_idx: groups 5 to \d+, but there are \d+$"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            ours(write(tmp_path / "mixed", config, tensors | {name: wrong}))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

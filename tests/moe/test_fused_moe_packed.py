@@ -323,7 +323,13 @@ def test_other_formats_have_no_groups_and_files_must_fit() -> None:
         FusedMoEConfig(64, 64, 4, 2, quant="int8", group_size=32)
     layer, (tensors, _) = fl.FusedMoE(D, INNER, E, K, quant=GPTQ, dtype=FP32), checkpoint(GPTQ)
     tensors["mlp.experts.1.up_proj.g_idx"] = tensors["mlp.experts.1.up_proj.g_idx"].flip(0)
-    with pytest.raises(CheckpointError, match="not in order of their groups of 32"):
+    with pytest.raises(
+        CheckpointError, match=r"^mlp\.experts\.1\.up_proj\.g_idx: .* not in order of their groups of 32"
+    ):
+        load(layer, tensors)
+    layer, (tensors, _) = fl.FusedMoE(D, INNER, E, K, quant=PACKED, dtype=FP32), checkpoint(PACKED)
+    tensors["mlp.experts.1.up_proj.weight_shape"] += 1
+    with pytest.raises(CheckpointError, match=r"^mlp\.experts\.1\.up_proj\.weight_shape: .*, but the model wants"):
         load(layer, tensors)
 
 

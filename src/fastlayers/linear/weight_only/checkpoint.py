@@ -160,7 +160,7 @@ def _is(wanted: list[int]) -> Convert:
 
     def convert(given: torch.Tensor) -> torch.Tensor:
         if given.tolist() != wanted:
-            raise CheckpointError(f"weight_shape: {given.tolist()}, but the model wants {wanted}")
+            raise CheckpointError(f"{given.tolist()}, but the model wants {wanted}")
         return given[:0].to(torch.int64)
 
     return convert
@@ -177,13 +177,13 @@ def _groups_below(count: int, first: list[torch.Tensor]) -> Convert:
     def convert(index: torch.Tensor) -> torch.Tensor:
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < count:
             found = f"{int(index.min())} to {int(index.max())}"
-            raise CheckpointError(f"g_idx: groups {found}, but there are {count}")
+            raise CheckpointError(f"groups {found}, but there are {count}")
         if not first:
             first.append(index)
         elif not torch.equal(first[0], index):
             raise CheckpointError(
-                "g_idx: other groups of input features than of the linear that this one is fused with; files whose "
-                "linears of one input were ordered each by itself are not read"
+                "other groups of input features than of the linear that this one is fused with; files whose linears "
+                "of one input were ordered each by itself are not read"
             )
         return index.to(torch.int32)
 
@@ -194,7 +194,7 @@ def _runs(size: int) -> Convert:
     def convert(index: torch.Tensor) -> torch.Tensor:
         if not torch.equal(index.long().cpu(), torch.arange(index.numel(), device="cpu") // size):
             raise CheckpointError(
-                f"g_idx: input features are not in order of their groups of {size}, but quantization_config says "
+                f"input features are not in order of their groups of {size}, but quantization_config says "
                 "desc_act false"
             )
         return index[:0].to(torch.int32)
