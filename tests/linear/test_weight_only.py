@@ -227,11 +227,40 @@ def test_a_spec_has_no_fields_of_other_formats(build: Any, words: str) -> None:
         ),
         (lambda: fl.WeightOnlyLinear.from_checkpoint({}, 64, 8, layout="awq", group_size=32), "with qweight"),
         (lambda: fl.FusedMoE(64, 32, 4, 2, quant=QuantSpec("w4a16", group_size=32)), "layout is 'plain'"),
+        (
+            lambda: QuantSpec("w4a16", group_size=33, layout="awq"),
+            r"^QuantSpec: group_size is 33; accepted: 0 \(a scale per channel\) or a multiple of 32$",
+        ),
+        (lambda: QuantSpec("w8a16", group_size=-1), "^QuantSpec: group_size is -1"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_named(build: Any, argument: str) -> None:
     with pytest.raises(ArgumentError, match=argument):
         build()
+
+
+@pytest.mark.parametrize(
+    ("weight", "options", "words"),
+    [
+        (torch.zeros(8, 128), {"group_size": 96}, "group_size is 96; .* a multiple of 32 that divides in_features 128"),
+        (torch.zeros(8, 128), {"group_size": -1}, "group_size is -1"),
+        (torch.zeros(8, 128), {"group_size": 32.0}, r"group_size is 32\.0; accepted: an integer"),
+        (
+            torch.zeros(8, 48),
+            {"group_size": 0},
+            r"weight is float32\[8, 48\] on cpu; accepted: K a multiple of 32",
+        ),
+        (torch.zeros(8, 128), {"format": "fp8_w8a16", "group_size": 32}, "format is fp8_w8a16 with group_size 32"),
+        (torch.zeros(8, 128), {"zero_point": 1}, "zero_point is 1; accepted: True or False"),
+        (torch.zeros(128), {}, r"weight is float32\[128\] on cpu; accepted: a floating tensor \[N, K\]"),
+        (torch.zeros(8, 0), {}, r"weight is float32\[8, 0\]"),
+        (torch.zeros(8, 128).to(torch.int8), {}, r"weight is int8\[8, 128\]"),
+        (None, {}, "weight is None"),
+    ],
+)
+def test_weights_that_have_no_such_codes_are_named(weight: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^quantize_weight_only: {words}"):
+        quantize_weight_only(weight, **options)
 
 
 def test_groups_that_are_not_there_are_refused() -> None:

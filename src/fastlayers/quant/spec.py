@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastlayers.errors import ArgumentError, check_choice, check_fields, check_kind, check_pair, check_plain
+from fastlayers.quant.packed_codes import UNIT
 from fastlayers.quant.weight_only_config import (
     LAYOUTS,
     WEIGHT_ONLY,
@@ -79,10 +80,13 @@ class QuantSpec:
                     raise ArgumentError("QuantSpec", "skip", repr(rule), f"a regular expression ({error})") from error
 
     def _check_weight_only(self) -> None:
-        """Raise where fields that only weights alone have are set for another format, or the layout is none."""
+        """Raise where fields of weights alone are set for another format, or are no layout or group of theirs."""
         if self.format in WEIGHT_ONLY:
             # A layout that is not said is "plain", whatever the format; the layer refuses what it cannot read.
             check_choice("QuantSpec", "layout", self.layout, tuple(dict.fromkeys(("plain", *LAYOUTS[self.format]))))
+            if self.group_size < 0 or self.group_size % UNIT:
+                accepted = f"0 (a scale per channel) or a multiple of {UNIT}"
+                raise ArgumentError("QuantSpec", "group_size", self.group_size, accepted)
             return
         for name, default in (("group_size", 0), ("zero_point", False), ("act_order", False), ("layout", "plain")):
             if (given := getattr(self, name)) != default:

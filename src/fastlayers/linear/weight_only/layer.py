@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from fastlayers.comm.parallel import REPLICATED, Shard
-from fastlayers.errors import ArgumentError, check_choice, check_fields, check_kind
+from fastlayers.errors import ArgumentError, check_choice, check_fields, check_kind, check_plain, describe
 from fastlayers.linear.base import check_source, frozen
 from fastlayers.linear.quantised import QuantisedLinear, QuantisedLinearConfig
 from fastlayers.linear.weight_only.checkpoint import Codes, aligned, layout_slots
@@ -52,16 +52,8 @@ class WeightOnlyLinearConfig(QuantisedLinearConfig):
         super().__post_init__()
         check_choice(_NAME, "format", self.format, tuple(FORMATS))
         check_fields(_NAME, self)
-        size = self.group_size
-        accepted = f"0 (a scale per channel) or a multiple of {UNIT} that divides in_features {self.in_features}"
-        if size < 0 or size % UNIT or (size and self.in_features % size):
-            raise ArgumentError(_NAME, "group_size", size, accepted)
-        if self.format == "w4a16" and self.in_features % UNIT:
-            raise ArgumentError(_NAME, "in_features", self.in_features, f"a multiple of {UNIT} where codes are nibbles")
-        if self.format == "fp8_w8a16" and (size or self.zero_point or self.act_order):
-            given = f"group_size {size}, zero_point {self.zero_point}, act_order {self.act_order}"
-            raise ArgumentError(_NAME, "format", f"fp8_w8a16 with {given}", "a scale per channel, no zero points")
-        if self.act_order and not size:
+        check_codes(_NAME, self.format, self.in_features, self.group_size, self.zero_point, self.act_order)
+        if self.act_order and not self.group_size:
             raise ArgumentError(_NAME, "act_order", "True with one group", "several groups")
 
     @property
@@ -91,6 +83,22 @@ WEIGHT_ONLY_LINEAR = Registry(
 )
 
 
+def check_codes(
+    layer: str, format: str, in_features: int, group_size: int, zero_point: bool, act_order: bool = False
+) -> None:
+    """Raise :class:`ArgumentError` unless a format has such groups of so many input features."""
+    accepted = f"0 (a scale per channel) or a multiple of {UNIT} that divides in_features {in_features}"
+    if group_size < 0 or group_size % UNIT or (group_size and in_features % group_size):
+        raise ArgumentError(layer, "group_size", group_size, accepted)
+    if format == "w4a16" and in_features % UNIT:
+        raise ArgumentError(layer, "in_features", in_features, f"a multiple of {UNIT} where codes are nibbles")
+    if format == "fp8_w8a16" and (group_size or zero_point or act_order):
+        given = f"group_size {group_size}, zero_point {zero_point}, act_order {act_order}"
+        raise ArgumentError(
+            layer, "format", f"fp8_w8a16 with {given}", "group_size 0 (a scale per channel), no zero points"
+        )
+
+
 def quantize_weight_only(
     weight: torch.Tensor, format: str = "w4a16", group_size: int = 128, zero_point: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -100,9 +108,23 @@ def quantize_weight_only(
     -------
     (Tensor, Tensor, Tensor or None)
         ``weight``, ``weight_scale`` ``[G, N]`` and ``weight_zero`` ``[G, N]`` as the layer stores them.
+
+    Raises
+    ------
+    ArgumentError
+        No weight, or groups that :class:`WeightOnlyLinear` would refuse of one with K input features.
     """
-    check_choice("quantize_weight_only", "format", format, tuple(FORMATS))
+    name = "quantize_weight_only"
+    check_choice(name, "format", format, tuple(FORMATS))
+    check_plain(name, "int", group_size=group_size)
+    check_plain(name, "bool", zero_point=zero_point)
+    matrix = isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.dim() == 2
+    if not matrix or not weight.numel():
+        raise ArgumentError(name, "weight", describe(weight), "a floating tensor [N, K], one of each or more")
     n, k = weight.shape
+    if format == "w4a16" and k % UNIT:
+        raise ArgumentError(name, "weight", describe(weight), f"K a multiple of {UNIT} where codes are nibbles")
+    check_codes(name, format, k, group_size, zero_point)
     grouped = weight.float().reshape(n, -1, group_size or k)
     low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
     zero: torch.Tensor | None = None
