@@ -102,6 +102,19 @@ def test_rows_of_nobody_are_zeros_whatever_they_hold(backend: str) -> None:
     assert not codes[4:].any() and not scales[4:].any() and codes[:4].any()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [([-1, 3, 4, 5], "-1 at 0"), ([0, 3, 2, 5], "2 at 2, behind 3"), ([0, 3, 4, 6], "6 at 3, behind 4")],
+    ids=("negative", "decreasing", "too_large"),
+)
+def test_offsets_that_are_no_rows_are_named(backend: str, given: list[int], words: str) -> None:
+    layer = NVFP4Quant(3, backend=backend)
+    with pytest.raises(ArgumentError, match=f"^NVFP4Quant: offsets is {words}; accepted: rows from 0 to 5, none below"):
+        layer(torch.zeros(5, 16), torch.ones(3), torch.tensor(given, dtype=torch.int32))
+    layer(torch.zeros(5, 16), torch.ones(3), torch.tensor([1, 1, 3, 4], dtype=torch.int32))
+
+
 def test_refusals_and_bad_arguments() -> None:
     triton, guard = NVFP4_QUANT.named("triton"), NVFP4_QUANT.named("flashinfer")
     assert triton.refusal(NVFP4QuantConfig(), as_device("A100")) == "e4m3 scales need sm_89 or newer, this is sm_80"

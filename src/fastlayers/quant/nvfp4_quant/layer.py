@@ -23,8 +23,9 @@ from dataclasses import dataclass
 import torch
 from torch.autograd import forward_ad
 
+from fastlayers import env
 from fastlayers.device import Device
-from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor
+from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor, free_to_look
 from fastlayers.layer import Layer
 from fastlayers.registry import Registry, blackwell_guard, reference_backend, torch_backend, triton_backend
 
@@ -124,6 +125,7 @@ class NVFP4Quant(Layer):
         backend: str = "auto",
     ) -> None:
         super().__init__()
+        self.debug = env.debug()
         self.choose(NVFP4_QUANT, NVFP4QuantConfig(num_experts, scale_layout), device, backend)
 
     def forward(
@@ -137,7 +139,7 @@ class NVFP4Quant(Layer):
             bf16, fp16 or fp32; K a multiple of 16. Rows may be strided.
         global_scale : Tensor fp32 ``[E]``
         offsets : Tensor int32 ``[E + 1]``
-            Where each expert's rows begin; on the device, not looked at.
+            Where each expert's rows begin, and where the last one's end: 0 to T, none below the one before.
 
         Returns
         -------
@@ -147,7 +149,8 @@ class NVFP4Quant(Layer):
         Raises
         ------
         ArgumentError
-            Another shape, dtype or device.
+            Another shape, dtype or device; under ``FASTLAYERS_DEBUG``, and on a CPU, also other offsets. Elsewhere
+            looking would synchronise, and which rows are then whose differs between backends.
         """
         experts = self.cfg.num_experts
         check_tensor(_NAME, "x", x, dtype=INPUT_DTYPES, device=self.device_type)
@@ -159,7 +162,16 @@ class NVFP4Quant(Layer):
         check_tensor(
             _NAME, "offsets", offsets, shape=(experts + 1,), dtype=torch.int32, device=x.device, contiguous=True
         )
+        if self.debug or free_to_look(offsets):
+            _check_offsets(offsets.tolist(), x.shape[0])
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             self.refuse_grad(x=x, global_scale=global_scale)
         found: tuple[torch.Tensor, torch.Tensor] = self.ladder.pick(x.shape[0])(x, global_scale, offsets)
         return found
+
+
+def _check_offsets(offsets: list[int], rows: int) -> None:
+    for place, (least, offset) in enumerate(zip([0, *offsets], offsets, strict=False)):
+        if not least <= offset <= rows:
+            given = f"{offset} at {place}" + f", behind {least}" * (place > 0)
+            raise ArgumentError(_NAME, "offsets", given, f"rows from 0 to {rows}, none below the one before")
