@@ -227,7 +227,7 @@ class Generator:
         eos_ids : sequence of int, optional
             Default: the configuration's; ``()`` never stops early.
         pixel_values : Tensor ``[patches, width]``, optional
-            Of all prompts' images in order, as transformers' processor gives them, for a model with a vision tower.
+            All prompts' images in order, as transformers' processor gives them, for a model with a tower; finite.
         image_grid_thw : integer Tensor or sequence ``[images, 3]``, optional
             Of these: frames, and patches down and across. Each has its image tokens in the prompts.
 

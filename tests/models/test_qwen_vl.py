@@ -405,7 +405,7 @@ def test_images_that_are_not_the_prompts_are_refused(vl: tuple[Any, Path]) -> No
     model = ours(vl[1])
     generator, grid = Generator(model), [1, 6, 4]
     values, prompt = pixels([grid], model.tower), prompt_of([grid], 2, 0)
-    two = torch.cat([values, values])
+    two, whole = torch.cat([values, values]), {"pixel_values": values, "image_grid_thw": [grid]}
     for prompts, given, message in (
         ([prompt], {}, r"prompts\[0\] is 6 image tokens from \d+ on; accepted: those of 0 images"),
         ([prompt], {"pixel_values": values}, "image_grid_thw is None; accepted: what the processor gives"),
@@ -416,18 +416,17 @@ def test_images_that_are_not_the_prompts_are_refused(vl: tuple[Any, Path]) -> No
             {"pixel_values": values, "image_grid_thw": [grid]},
             r"prompts\[1\] is 5 image tokens from \d+ on; accepted: 6, as image_grid_thw\[0\] \[1, 6, 4\] says",
         ),
-        (
-            [[*prompt, 150]],
-            {"pixel_values": values, "image_grid_thw": [grid]},
-            r"prompts\[0\] is 1 image tokens from \d+ on; accepted: those of 1 images in image_grid_thw",
-        ),
+        ([[*prompt, 150]], whole, r"prompts\[0\] is 1 image tokens from \d+ on; accepted: those of 1 images in image"),
         ([prompt], {"pixel_values": two, "image_grid_thw": [grid] * 2}, "image_grid_thw is 2 images; accepted: 1, as"),
         ([[5, 151, 6]], {}, r"prompts\[0\] is a video's token 151 at 1; accepted: text and images"),
     ):
         with pytest.raises(ArgumentError, match=message):
             generator.generate(prompts, max_new_tokens=2, **given)
-    whole = {"pixel_values": values, "image_grid_thw": [grid]}
     assert len(generator.generate([prompt], max_new_tokens=2, eos_ids=(), **whole)[0]) == 2
+    for wrong in (math.nan, -math.inf):
+        values[3, 5] = wrong
+        with pytest.raises(ArgumentError, match="pixel_values is NaN or infinite in row 3; accepted: finite numbers"):
+            generator.generate([prompt], max_new_tokens=2, **whole)
 
 
 @pytest.mark.parametrize("names", [published, nested], ids=["published", "nested"])
