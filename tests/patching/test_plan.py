@@ -307,7 +307,8 @@ def test_a_kind_can_be_left_out() -> None:
     [
         ({"attention": 3}, ArgumentError), ({"cache": "paged"}, ArgumentError), ({"verify": True}, ArgumentError),
         ({"include": 3}, ArgumentError), ({"norm": "no_such_backend"}, UnknownNameError),
-        ({"backend": "trtllm_gen"}, FastlayersError),
+        ({"backend": "trtllm_gen"}, FastlayersError), ({"fp8_math": True}, ArgumentError),
+        ({"no_such_argument": True}, TypeError),
     ],
     ids=str,
 )  # fmt: skip
@@ -402,6 +403,10 @@ def test_fingerprints_ignore_layout_but_not_code() -> None:
         ("cache", "patch is 'cache'; accepted: a dict"),
         ({"cache": "x"}, "cache is 'x'"),
         ({"moe": 3}, "moe is 3"),
+        (
+            {"fp8_math": True},
+            r"^patch: fp8_math is True; accepted: False: patch has no fp8_math.*AutoModel\.from_pretrained",
+        ),
     ],
 )
 def test_from_pretrained_checks_the_options_of_patch_before_it_loads(options: Any, words: str) -> None:

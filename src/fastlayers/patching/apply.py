@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from fastlayers.errors import ArgumentError, PatchError, check_choice, check_plain
+from fastlayers.errors import ArgumentError, PatchError, check_choice, check_plain, describe
 from fastlayers.patching import decode
 from fastlayers.patching.classes import swap, unswap
 from fastlayers.patching.families import MODEL_TYPES
@@ -40,6 +40,7 @@ def patch(
     verify: str | bool = "layer",
     strict: bool = False,
     dry_run: bool = False,
+    fp8_math: bool = False,
 ) -> PatchReport:
     """Make a Hugging Face model run on fastlayers, in place; :func:`unpatch` undoes it.
 
@@ -69,6 +70,8 @@ def patch(
         Raise if anything of a requested kind is skipped, except for what ``include`` and ``exclude`` leave out.
     dry_run : bool
         Only report what would be done.
+    fp8_math : bool
+        ``False``. It is of FP8 caches, and a patched model's hold its dtype; ``fastlayers_models`` has both.
 
     Returns
     -------
@@ -102,6 +105,7 @@ def patch(
             "attention": attention, "moe": moe, "linear": linear, "norm": norm, "mlp": mlp, "backend": backend,
             "fuse_projections": fuse_projections, "cache": cache, "cuda_graph": cuda_graph, "include": include,
             "exclude": exclude, "verify": verify, "strict": strict, "dry_run": dry_run,
+            "fp8_math": fp8_math,
         }
     )  # fmt: skip
     if not isinstance(model, nn.Module):
@@ -116,6 +120,12 @@ def _options(given: Mapping[str, Any]) -> Options:
     flags = ("fuse_projections", "cuda_graph", "strict", "dry_run")
     check_plain("patch", "bool", **{name: given[name] for name in flags})
     check_plain("patch", "str", backend=given["backend"])
+    if given["fp8_math"] is not False:
+        accepted = (
+            "False: patch has no fp8_math, since a patched model's caches hold its dtype; load the checkpoint with "
+            "fastlayers_models.AutoModel.from_pretrained(path, kv_dtype=torch.float8_e4m3fn, fp8_math=True)"
+        )
+        raise ArgumentError("patch", "fp8_math", describe(given["fp8_math"]), accepted)
     return Options(
         _kinds(given, given["backend"]), given["fuse_projections"], given["cache"],
         selectors("include", given["include"]), selectors("exclude", given["exclude"]) or (), given["verify"],
