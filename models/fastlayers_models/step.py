@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -34,8 +34,9 @@ from fastlayers.runtime.graphs import CudaGraphs, bucket_of, decode_buckets
 from fastlayers.sampler.layer import MODES, Sampler
 from fastlayers.torch_compile import CompiledBlocks, TorchCompile
 from fastlayers.weights_epoch import WeightsWatch
-from fastlayers_models.images import PromptImages, step_images
+from fastlayers_models.images import step_images
 from fastlayers_models.overlap import Halves, OneGroup, Shares
+from fastlayers_models.parts import Part, StepKey
 from fastlayers_models.rows import ExtendInputs, Outbox, Pending, Row, RowTable, waits_of
 
 log = logging.getLogger(__name__)
@@ -43,47 +44,6 @@ log = logging.getLogger(__name__)
 __all__ = ["ModelStep", "Part", "Pending", "Row", "StepKey"]
 # Besides the sampler's modes: nobody draws, so there is no head.
 NO_DRAW = "none"
-
-
-class StepKey(NamedTuple):
-    """What a captured step is: its kind, the tokens and requests it is padded to, and how it samples.
-
-    ``longest``: the most tokens, cached and new, of a request; 0: as many as the state holds.
-    """
-
-    kind: str
-    tokens: int
-    requests: int
-    mode: str
-    longest: int = 0
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one request brings to an extend step.
-
-    Parameters
-    ----------
-    ids : sequence of int
-        New tokens. Empty: one, the last token of ``row``, which may still be on its way (a decode row).
-    prefix : int
-        Tokens of the request that are cached.
-    pages : sequence of int
-        Enough for the prefix and the new tokens.
-    row : int, optional
-        Row by which the next token is drawn, and which gets it. ``None``: none is drawn (not the last chunk).
-    mode : str
-        Of sampling, one of :data:`fastlayers.sampler.layer.MODES`: ``Row.params.mode``.
-    images : PromptImages, optional
-        Of the request. A step with images is not captured.
-    """
-
-    ids: Sequence[int]
-    prefix: int
-    pages: Sequence[int]
-    row: int | None = None
-    mode: str = "greedy"
-    images: PromptImages | None = None
 
 
 class ModelStep(CapturedSteps):

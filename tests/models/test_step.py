@@ -345,6 +345,9 @@ def test_arguments() -> None:
             served.step.extend([Part([1], 0, [1], 5)])
         with pytest.raises(ArgumentError, match=r"row is None; .*a part with ids"):
             served.step.extend([Part([], 0, [1])])
+        for wrong in ("foo", None, ["greedy"]):
+            with pytest.raises(ArgumentError, match=r"Part: mode is .*; accepted: one of 'greedy', 'sampled', 'f"):
+                served.step.extend([Part([1, 2, 3], 0, [1], 0, wrong)])  # type: ignore[arg-type]
         for call in (lambda: served.step.table.put({5: Row(0, GREEDY, 0, 0)}), lambda: served.step.table.arrange([9])):
             with pytest.raises(ArgumentError, match=r"RowTable"):
                 call()
