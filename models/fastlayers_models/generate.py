@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 import fastlayers as fl
-from fastlayers.attention.buckets import ExtendBucket, ExtendBuckets
+from fastlayers.attention.buckets import ExtendBuckets
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.comm.collectives import collectives
@@ -33,7 +33,7 @@ from fastlayers.errors import (
     check_positive,
     describe,
 )
-from fastlayers.runtime.graphs import CudaGraphs, bucket_of
+from fastlayers.runtime.graphs import CudaGraphs
 from fastlayers.sampler.layer import MODES, Sampler, SamplingParams
 from fastlayers.torch_compile import TorchCompile
 from fastlayers_models.agreement import same_requests, same_settings
@@ -41,7 +41,8 @@ from fastlayers_models.between_ranks import RankStep
 from fastlayers_models.groups import run_groups, step_class
 from fastlayers_models.images import prompt_images
 from fastlayers_models.requests import Request, Token, prompts_of, stop_ids, wrong_ids
-from fastlayers_models.step import Part, Pending, StepKey
+from fastlayers_models.step import Part, Pending
+from fastlayers_models.warm_up import warm_up_calls
 
 _GREEDY = SamplingParams(temperature=0.0)
 
@@ -374,60 +375,7 @@ class Generator:
         ArgumentError
             A count that is too large for both.
         """
-        if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes):
-            raise ArgumentError("warm_up_calls", "tokens", describe(tokens), "a sequence of token counts")
-        for count in tokens:
-            check_positive("warm_up_calls", tokens=count)
-            (count,) = as_integers(count)
-            bucket = bucket_of(self.step.buckets, count)
-            no_decode, no_prefill = self._no_decode(count, bucket), self._no_prefill(count)
-            if no_decode and no_prefill:
-                raise ArgumentError("warmup", "tokens", count, f"fewer: {no_decode}, {no_prefill}")
-            if not no_decode:
-                beside = f" (no prefill: {no_prefill})" if no_prefill else ""
-                if bucket is not None:
-                    yield f"decode {bucket}{beside}", lambda n=bucket: self.capture([n], ("greedy", "filtered"))  # type: ignore[misc]
-                else:
-                    yield f"decode {count}{beside}", lambda n=count: self._warm_up([1] * n, 2)  # type: ignore[misc]
-            if not no_prefill:
-                beside = f" (no decode: {no_decode})" if no_decode else ""
-                yield f"prefill {count}{beside}", lambda n=count: self._warm_up_prefill(n)  # type: ignore[misc]
-        if (tower := getattr(self.model, "tower", None)) is not None:
-            yield from tower.warm_up_calls(as_integers(*tokens))
-
-    def _no_decode(self, count: int, bucket: int | None) -> str:
-        """Return why a decode step of ``count`` requests cannot be warmed up, or nothing."""
-        if count > self.max_batch:
-            return f"max_batch is {self.max_batch}"
-        # A capture needs no pages; without one, requests of one token generate two.
-        if bucket is None and self.max_length < 3:
-            return f"max_length is {self.max_length}"
-        if bucket is None and count * -(-3 // self.pool.page_size) >= self.pool.num_pages:
-            return f"the cache has {self.pool.num_pages} pages"
-        return ""
-
-    def _no_prefill(self, count: int) -> str:
-        """Return why a prompt of ``count`` tokens cannot be warmed up, or nothing."""
-        if count >= self.max_length:
-            return f"max_length is {self.max_length}"
-        if -(-count // self.pool.page_size) >= self.pool.num_pages:
-            return f"the cache has {self.pool.num_pages} pages"
-        return ""
-
-    def _warm_up(self, lengths: list[int], new: int) -> None:
-        self.generate([[0] * length for length in lengths], max_new_tokens=new, eos_ids=())
-
-    @torch.inference_mode()
-    def _warm_up_prefill(self, count: int) -> None:
-        """Run a prompt of so many tokens, and capture the buckets of its steps."""
-        self._warm_up([count], 1)
-        last = (count - 1) % self.prefill_tokens + 1
-        for tokens in {min(count, self.prefill_tokens), last}:
-            bucket = self.step.extend_buckets.bucket_of(tokens, 1)
-            if isinstance(bucket, ExtendBucket):
-                keys = [StepKey("extend", bucket.tokens, bucket.requests, mode) for mode in ("greedy", "filtered")]
-                with self._alone("warm_up_calls"):
-                    self.step.capture_extends(keys)
+        return warm_up_calls(self, tokens)
 
     def _prefill(self, group: list[Request]) -> None:
         """Cache the prompts chunk by chunk; each request's first token is drawn into its row, in the group's order."""
