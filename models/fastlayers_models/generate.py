@@ -356,12 +356,18 @@ class Generator:
             Of sampling: ``"greedy"``, ``"sampled"``, ``"filtered"``.
         progress : callable, optional
             Told each :class:`~fastlayers_models.step.StepKey` when it is captured.
+
+        Raises
+        ------
+        ArgumentError
+            Nothing can be captured here, see ``cuda_graph``, or no bucket or mode is like that.
         """
         for place, bucket in enumerate(() if buckets is None else buckets):
             check_positive("Generator.capture", **{f"buckets[{place}]": bucket})
         for mode in modes:
             check_choice("Generator.capture", "modes", mode, MODES)
         with self._alone("capture"):
+            self.step.check_graphs("Generator.capture")
             self.step.capture(buckets, modes, progress)
 
     def warm_up_calls(self, tokens: Sequence[int]) -> Iterator[tuple[str, Callable[[], Any]]]:

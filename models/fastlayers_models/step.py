@@ -120,6 +120,8 @@ class ModelStep(CapturedSteps):
         wanted = graphs is not None or cuda_graph is True or (cuda_graph == "auto" and cuda and _capturable(model))
         own = (graphs if graphs is not None else CudaGraphs(model.device)) if wanted and cuda_graph else None
         super().__init__(own, cuda_graph is True)
+        why = f"the model is on {model.device}" if not cuda else "its ranks do not communicate by NCCL"
+        self.off = f"'auto', and {why}" if cuda_graph else "False"
         self.notes += [] if self.halves is None else [f"{' and '.join(self.halves.kinds)} steps: two halves in turns"]
         if torch_compile is not None and self.graphs is None:
             accepted = "None where decode is not captured: it is for captured steps only"
@@ -160,7 +162,7 @@ class ModelStep(CapturedSteps):
             Whether launches may follow.
         """
         mode = max((r.params.mode for r in requests), key=MODES.index)
-        if capture:
+        if capture and self.graphs is not None:
             self.capture([found] if (found := bucket_of(self.buckets, len(requests))) is not None else (), [mode])
         self.table.load(requests)
         return self.resize(len(requests), mode)
@@ -253,13 +255,15 @@ class ModelStep(CapturedSteps):
 
         Raises
         ------
+        ArgumentError
+            There are no graphs: ``cuda_graph`` is False, the model is elsewhere than on CUDA, or a capture failed.
         CaptureError
             With ``cuda_graph=True`` or ``torch_compile``. Otherwise a warning is logged and steps run uncaptured from
             now on.
         """
+        self.check_graphs("ModelStep.capture")
         graphs = self.graphs
-        if graphs is None:
-            return
+        assert graphs is not None
         self._drop_stale(graphs)
         keys = [self._key(n, mode) for n in (self.buckets if buckets is None else buckets) for mode in modes]
         keys = [key for key in dict.fromkeys(keys) if key not in graphs]
@@ -278,6 +282,7 @@ class ModelStep(CapturedSteps):
                 if self.strict or self.torch_compile is not None:
                     raise failed
                 log.warning("decode runs without CUDA graphs: %s", failed)
+                self.off = f"'auto', and a capture failed: {failed}"
                 self.graphs, self.buckets, self._bucket = None, (), None
                 self.extend_buckets = ExtendBuckets((), ())
         self.weights.mark()  # only now: the runs before a capture may pack
@@ -331,7 +336,7 @@ class ModelStep(CapturedSteps):
             At most as many as the state's ``max_batch``; prefill chunks and decode rows in any order. The rows that
             draw must be in the table (:meth:`load`, or :meth:`RowTable.put` for some of them).
         capture : bool
-            Capture a new bucket first. False: it runs uncaptured and is noted in :attr:`wanted`.
+            Capture a new bucket first; there must be graphs. False: it runs uncaptured and is noted in :attr:`wanted`.
         shares : sequence, optional
             What groups agree on, see :meth:`Halves.plan`.
 
@@ -340,6 +345,8 @@ class ModelStep(CapturedSteps):
         Pending
             One token for each part that draws, in their order.
         """
+        if capture:
+            self.check_graphs("ModelStep.extend")
         self.begin()
         draws = [part.mode for part in parts if part.row is not None]
         mode = max(draws, key=MODES.index) if draws else NO_DRAW
@@ -383,19 +390,22 @@ class ModelStep(CapturedSteps):
     def capture_wanted(self) -> None:
         """Capture the buckets of extends that were met and are new: when nobody waits for a token."""
         keys, self.wanted = list(self.wanted), {}
-        self.capture_extends(keys)
+        if self.graphs is not None:
+            self.capture_extends(keys)
 
     def capture_extends(self, keys: Iterable[StepKey], progress: Callable[[StepKey], None] | None = None) -> None:
         """Capture extends, largest first. Rows keep what they hold.
 
         Raises
         ------
+        ArgumentError
+            There are no graphs, see :meth:`capture`.
         CaptureError
             With ``cuda_graph=True``. Otherwise a warning is logged, and that bucket runs uncaptured from now on.
         """
+        self.check_graphs("ModelStep.capture_extends")
         graphs = self.graphs
-        if graphs is None:
-            return
+        assert graphs is not None
         self._drop_stale(graphs)
         fresh = [key for key in dict.fromkeys(keys) if key not in graphs and key not in self.broken]
         if fresh:

@@ -8,6 +8,7 @@ import logging
 import pickle
 import sys
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from threading import Barrier, Thread
 from typing import Any
@@ -24,7 +25,7 @@ from fastlayers.sampler.layer import SamplingParams
 from fastlayers_models.deepseek import DeepseekForCausalLM
 from fastlayers_models.generate import Generator
 from fastlayers_models.requests import wrong_ids
-from fastlayers_models.step import StepKey
+from fastlayers_models.step import Part, Row, StepKey
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small_models import GPT_OSS, QWEN3_MOE, small_model
@@ -454,6 +455,25 @@ def test_arguments(model: Any) -> None:
     with pytest.raises(ArgumentError, match="the model is on cpu"):
         Generator(model, cuda_graph=True)
     assert Generator(model, cuda_graph=False, graphs=CudaGraphs(runtime=EagerRuntime(), warm_ups=1)).step.buckets == ()
+
+
+def test_a_capture_that_was_asked_for_raises_where_there_are_no_graphs(model: Any) -> None:
+    plain, off = Generator(model, max_length=64), Generator(model, max_length=64, cuda_graph=False)
+    failed = Generator(model, max_length=64, graphs=CudaGraphs(runtime=Failing()))
+    labels = [label for label, _, _ in fl.warmup(failed, tokens=[2, 1], progress=False).steps]
+    assert labels == ["decode 2", "prefill 2", "decode 1", "prefill 1"] and failed.step.graphs is None
+    cases = (plain, "'auto', and the model is on cpu"), (off, "False"), (failed, "'auto', and a capture failed: ")
+    for made, words in cases:
+        made.step.load([Row(0, SamplingParams(temperature=0.0), 0, 0)])  # captures only where that can be done
+        made.step.capture_wanted()
+        for name, call in {
+            "Generator.capture": made.capture,
+            "ModelStep.capture": partial(made.step.capture, [1]),
+            "ModelStep.capture_extends": partial(made.step.capture_extends, [StepKey("extend", 16, 1, "greedy")]),
+            "ModelStep.extend": partial(made.step.extend, [Part([1], 0, [1], 0)], capture=True),
+        }.items():
+            with pytest.raises(ArgumentError, match=rf"{name}: cuda_graph is {words}.*; accepted: 'auto' or True for"):
+                call()
 
 
 @pytest.mark.gpu

@@ -301,10 +301,13 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[StepKey], None] | None = None) -> None:
-        """Capture every bucket of decode and of extends; nothing is captured later."""
+        """Capture every bucket of decode and of extends, where there are graphs; nothing is captured later."""
         # A step that ends at its logits runs what the one that draws the likeliest token ran before.
         for place, mode in enumerate(DECODES):
-            self.decoding.capture(modes=[mode], progress=progress, seen=place > 0)
+            if self.decoding.graphs is not None:  # as after a capture that failed
+                self.decoding.capture(modes=[mode], progress=progress, seen=place > 0)
+        if self.extending.graphs is None:
+            return
         buckets = self.extending.extend_buckets
         rule = self.rule if self.mtp is None or self.mtp.topk == 1 else TREE
         keys = [StepKey("extend", one.tokens, one.requests, LOGITS) for one in buckets.every()]

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from fastlayers.errors import CaptureError
+from fastlayers.errors import ArgumentError, CaptureError
 from fastlayers.runtime.graphs import CudaGraphs, GraphRecord
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,8 @@ class CapturedSteps:
         Steps that ran uncaptured, by the reason in words.
     notes : list[str]
         What the report begins with.
+    off : str
+        Why there are no graphs, in words.
     """
 
     # What :meth:`report` calls the steps whose reasons are counted.
@@ -50,6 +52,13 @@ class CapturedSteps:
         self.broken: dict[Any, str] = {}
         self.uncaptured: Counter[str] = Counter()
         self.notes: list[str] = []
+        self.off = ""
+
+    def check_graphs(self, called: str) -> None:
+        """Raise :class:`ArgumentError` if nothing can be captured, naming what was called."""
+        if self.graphs is None:
+            accepted = "'auto' or True for a model on CUDA whose ranks communicate by NCCL; or graphs of your own"
+            raise ArgumentError(called, "cuda_graph", self.off, accepted)
 
     def kind_of(self, key: Any) -> Hashable:
         """Return what of a graph's key decides whether it can be captured."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastlayers.attention.buckets import ExtendBucket
+from fastlayers.attention.buckets import ExtendBucket, ExtendBuckets
 from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
 from fastlayers.sampler.layer import SamplingParams
 from fastlayers_models.step import StepKey
@@ -305,6 +305,22 @@ def test_controls_are_answered_while_requests_run(tmp_path: Path) -> None:
         bench.engine.post(message)
     bench.engine.run()
     assert (folder / "engine-0.json").is_file(), "whoever ends with a profile running writes it"
+
+
+class Failing(EagerRuntime):
+    """Cannot capture."""
+
+    def capture(self, fn: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+@pytest.mark.parametrize("runtime", [None, Failing()], ids=["no graphs", "failing"])
+def test_a_start_goes_on_where_nothing_can_be_captured(runtime: EagerRuntime | None) -> None:
+    limits = SchedulerConfig(94, 256, 8, 64, (1,), max_running=2, max_batched_tokens=16)
+    graphs = None if runtime is None else CudaGraphs(runtime=runtime)
+    executor = TorchExecutor(made("qwen", 64), limits, graphs=graphs, extend_buckets=ExtendBuckets((16,), (1,)))
+    executor.capture()
+    assert executor.decoding.graphs is None and executor.decoding.ledger == []
 
 
 @pytest.mark.parametrize("verify_each", [pytest.param(0, marks=pytest.mark.slow), 4])
