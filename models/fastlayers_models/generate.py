@@ -76,7 +76,8 @@ class Generator:
     max_length : int, optional
         Longest prompt plus output; default: the model's ``max_position_embeddings``.
     num_pages : int, optional
-        Pages of the cache (page 0 included); default: enough for ``max_batch`` requests of ``max_length``.
+        Pages of the cache, 2 or more: page 0 is nobody's; default: enough for ``max_batch`` requests of
+        ``max_length``.
     prefill_tokens : int
         Most new tokens a step; longer prompts are prefilled in chunks over their cached prefix. A step's buffers are
         sized by it, up to ``max_batch`` prompts of ``max_length``.
@@ -115,8 +116,11 @@ class Generator:
     ) -> None:
         check_kind("Generator", CausalLM, model=model)
         check_positive("Generator", max_batch=max_batch, prefill_tokens=prefill_tokens)
-        check_plain("Generator", "int | None", max_length=max_length)
-        max_batch, max_length, prefill_tokens = as_integers(max_batch, max_length, prefill_tokens)
+        check_plain("Generator", "int | None", max_length=max_length, num_pages=num_pages)
+        sizes = as_integers(max_batch, max_length, num_pages, prefill_tokens)
+        max_batch, max_length, num_pages, prefill_tokens = sizes
+        if num_pages is not None and num_pages < 2:
+            raise ArgumentError("Generator", "num_pages", num_pages, "2 or more, or None: page 0 is nobody's")
         self._made_of = {
             "model": model, "max_batch": max_batch, "max_length": max_length, "num_pages": num_pages,
             "prefill_tokens": prefill_tokens, "cuda_graph": cuda_graph, "graphs": graphs,

@@ -403,6 +403,9 @@ def test_what_a_generator_cannot_read_is_named(model: Any, options: dict[str, An
         ({"model": torch.nn.Linear(1, 1)}, "model is .*; accepted: a CausalLM of fastlayers_models"),
         ({"max_length": "3"}, "max_length is '3'; accepted: an integer or None"),
         ({"max_length": True}, "max_length is True; accepted: an integer or None"),
+        ({"num_pages": 1}, "num_pages is 1; accepted: 2 or more, or None: page 0 is nobody's"),
+        ({"num_pages": -1}, "num_pages is -1; accepted: 2 or more"),
+        ({"num_pages": "8"}, "num_pages is '8'; accepted: an integer or None"),
         ({"max_length": torch.zeros(2)}, "max_length is float32.*; accepted: an integer or None"),
     ],
 )
