@@ -18,7 +18,7 @@ from fastlayers.errors import ArgumentError, FastlayersError, PatchError, Unknow
 from fastlayers.patching import matching, plan
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_contracts import logits, snapshot
+from test_contracts import FAMILIES, logits, snapshot
 from tiny import GQA, build
 
 
@@ -49,8 +49,21 @@ def test_dry_run_changes_nothing() -> None:
     dry = fl.patch(model, dry_run=True)
     assert snapshot(model) == before
     real = fl.patch(model)
-    assert [(e.name, e.kind) for e in dry.entries] == [(e.name, e.kind) for e in real.entries if e.action != "packed"]
-    assert dry.hits() == {}
+    assert [(e.name, e.kind, e.action) for e in dry.entries] == [(e.name, e.kind, e.action) for e in real.entries]
+    assert dry.hits() == {} and f"(dry run): {len(real.entries)} to replace, 0 skipped" in dry.summary()
+    swapped = sum(entry.action == "swapped" for entry in real.entries)
+    assert f"patch: {len(real.entries)} replaced, 0 skipped" in real.summary()
+    for again, words in ((fl.patch(model, dry_run=True), "to replace"), (fl.patch(model), "replaced")):
+        assert f": 0 {words}, {swapped} already patched, 0 skipped" in again.summary()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("options", [{}, {"fuse_projections": False}], ids=["fused", "apart"])
+def test_a_dry_run_counts_what_a_patch_does(name: str, options: dict[str, Any]) -> None:
+    model = build(name)
+    model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: None)
+    dry, real = fl.patch(model, dry_run=True, **options), fl.patch(model, **options)
+    assert [(e.name, e.action) for e in dry.entries] == [(e.name, e.action) for e in real.entries]
 
 
 class LoraLike(nn.Module):

@@ -6,7 +6,7 @@ import inspect
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -15,7 +15,7 @@ from fastlayers.patching import decode
 from fastlayers.patching.classes import swap, unswap
 from fastlayers.patching.families import MODEL_TYPES
 from fastlayers.patching.mla import FastMLA
-from fastlayers.patching.packing import PackedModule
+from fastlayers.patching.packing import PackedModule, why_apart
 from fastlayers.patching.plan import KINDS, Options, Step, is_patched, make_plan, selectors
 from fastlayers.patching.report import PatchEntry, PatchReport
 
@@ -151,10 +151,21 @@ def _patch(model: nn.Module, options: Options, cuda_graph: bool, dry_run: bool) 
     steps = make_plan(model, options)
     _check(steps, options)
     if dry_run:
-        return PatchReport(tuple(step.entry() for step in steps), dry_run=True)
+        return PatchReport(tuple(_planned(steps, options)), dry_run=True)
     report = PatchReport(tuple(_apply_or_undo(model, steps, options, cuda_graph)))
     _watch(report, model, steps)
     return report
+
+
+def _planned(steps: list[Step], options: Options) -> Iterator[PatchEntry]:
+    """Yield what a patch's entries would be, without what would run there and the bytes."""
+    for step in steps:
+        yield step.entry()
+        mixin = step.rule.mixin if step.applies and step.rule is not None else None
+        if options.fuse_projections and mixin is not None and issubclass(mixin, PackedModule):
+            names = mixin._fl_parts(cast(Any, step.module))
+            if not why_apart([getattr(step.module, name) for name in names]):
+                yield _packed_entry(step, names, 0)
 
 
 def _watch(report: PatchReport, model: nn.Module, steps: list[Step]) -> None:
@@ -234,7 +245,7 @@ def _apply(model: nn.Module, steps: list[Step], options: Options, undo: ExitStac
         moved = swap(step.module, step.rule.mixin, step.backend, options.fuse_projections)
         entries.append(step.entry(_implementation(step.module), 0 if _packed(step.module) else moved, _apart(fast)))
         if _packed(step.module):
-            entries.append(_packed_entry(step, moved))
+            entries.append(_packed_entry(step, fast._fl_parts(), moved))
     for root in (root for root in _roots(model) if any(isinstance(module, FastMLA) for module in root.modules())):
         for name in _BATCHING:
             if hasattr(root, name) and name not in root.__dict__:
@@ -258,10 +269,8 @@ def _apart(module: Any) -> str:
     return f"{'+'.join(module._fl_parts())} apart: {why}" if why.startswith(("alias", "tied", "weights")) else ""
 
 
-def _packed_entry(step: Step, moved: int) -> PatchEntry:
-    module: Any = step.module
-    names = "+".join(module._fl_parts())
-    return PatchEntry(f"{step.name}.{names}", step.kind, "Linear", "packed", "one product", "", moved)
+def _packed_entry(step: Step, names: tuple[str, ...], moved: int) -> PatchEntry:
+    return PatchEntry(f"{step.name}.{'+'.join(names)}", step.kind, "Linear", "packed", "one product", "", moved)
 
 
 def _roots(model: nn.Module) -> list[Any]:

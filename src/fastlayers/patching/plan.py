@@ -17,7 +17,7 @@ from fastlayers.patching.families import BLOCKS, RULES
 from fastlayers.patching.guard import code_of, replaced_code
 from fastlayers.patching.hashes import KNOWN
 from fastlayers.patching.matching import Rule, is_known, qualified, verify, why_not
-from fastlayers.patching.report import PatchEntry
+from fastlayers.patching.report import ALREADY, PatchEntry
 
 KINDS = ("attention", "moe", "linear", "norm", "mlp")
 Selector = str | type | Callable[[str, nn.Module], bool]
@@ -64,7 +64,7 @@ class Step:
         cls = original_class(self.module).__name__
         if self.reason:
             return PatchEntry(self.name, self.kind, cls, "skipped", "", self.reason)
-        remark = "already patched" if self.done else remark
+        remark = ALREADY if self.done else remark
         return PatchEntry(self.name, self.kind, cls, "swapped", implementation, remark, moved)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 ACTIONS = ("swapped", "packed", "captured", "skipped")
+ALREADY = "already patched"
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,13 @@ class PatchReport:
         table += [(f"{rows[row]} {row[0]}", *row[1:]) for row in order]
         widths = [max(len(row[column]) for row in table) for column in range(4)]
         lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in table]
-        moved = sum(entry.bytes_moved for entry in self.entries)
-        title = "fastlayers.patch (dry run)" if self.dry_run else "fastlayers.patch"
-        head = f"{title}: {len(self.replaced)} replaced, {len(self.skipped)} skipped, {moved / 2**20:.1f} MiB moved"
+        already = sum(entry.reason == ALREADY for entry in self.entries)
+        counts = f"{len(self.replaced) - already} {'to replace' if self.dry_run else 'replaced'}"
+        counts += f", {already} {ALREADY}" if already else ""
+        counts += f", {len(self.skipped)} skipped"
+        if not self.dry_run:
+            counts += f", {sum(entry.bytes_moved for entry in self.entries) / 2**20:.1f} MiB moved"
+        head = f"fastlayers.patch{' (dry run)' if self.dry_run else ''}: {counts}"
         return "\n".join([head, *(line.rstrip() for line in lines), *self._apart_lines(), *self._fallback_lines()])
 
     def _apart_lines(self) -> list[str]:
