@@ -51,15 +51,22 @@ class ArgumentError(FastlayersError, ValueError):
 
 
 class NoBackendError(FastlayersError, RuntimeError):
-    """No backend of a layer accepts this configuration on this device; every reason is listed."""
+    """No backend of a layer accepts this configuration on this device; every reason is listed.
 
-    def __init__(self, layer: str, cfg: object, device: object, asked: str, refused: Mapping[str, str]) -> None:
+    ``source``: the environment variable that asked for it, if one did.
+    """
+
+    def __init__(
+        self, layer: str, cfg: object, device: object, asked: str, refused: Mapping[str, str], source: str = ""
+    ) -> None:
         self.layer, self.cfg, self.device, self.asked, self.refused = layer, cfg, device, asked, dict(refused)
+        self.source = source
         reasons = "\n".join(f"  {name}: {why}" for name, why in refused.items())
-        super().__init__(f"{layer}: no backend for backend={asked!r} on {device} with {cfg}\n{reasons}")
+        told = f" (from {source})" if source else ""
+        super().__init__(f"{layer}: no backend for backend={asked!r}{told} on {device} with {cfg}\n{reasons}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.layer, self.cfg, self.device, self.asked, self.refused)
+        return type(self), (self.layer, self.cfg, self.device, self.asked, self.refused, self.source)
 
 
 class UnknownNameError(FastlayersError, LookupError):

@@ -18,7 +18,7 @@ import fastlayers as fl
 from fastlayers import env
 from fastlayers.attention.gqa.config import GQA
 from fastlayers.device import DESCRIBED, Device, as_device
-from fastlayers.errors import ArgumentError, EnvironmentVariableError, NoBackendError, UnknownNameError
+from fastlayers.errors import ArgumentError, EnvironmentVariableError, FastlayersError, NoBackendError, UnknownNameError
 from fastlayers.norm.rms_norm.layer import RMS_NORM, RMSNormConfig
 from fastlayers.registry import LAYERS, Backend, Registry, registry, torch_backend
 from fastlayers.testing.spec import spec_of
@@ -154,6 +154,28 @@ def test_environment_with_unknown_backend_raises(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(env.BACKEND, "rms_norm=cuda")
     with pytest.raises(UnknownNameError, match="known: triton, sgl_kernel, flashinfer, torch, reference"):
         fl.RMSNorm(8)
+
+
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        ("nope", r"backend 'nope' is unknown; known: .* \(from FASTLAYERS_BACKEND\)$"),
+        ("torch:64", r"'torch:64', of which nothing serves more than 64 tokens \(from FASTLAYERS_BACKEND\); acc"),
+        ("torch:x|torch", r"'torch:x\|torch' \(from FASTLAYERS_BACKEND\); accepted: a name, or a ladder like"),
+        ("sgl_kernel", r"backend='sgl_kernel' \(from FASTLAYERS_BACKEND\) on cpu"),
+    ],
+)
+def test_what_is_wrong_with_a_backend_says_that_the_environment_named_it(
+    monkeypatch: pytest.MonkeyPatch, named: str, words: str
+) -> None:
+    monkeypatch.setenv(env.BACKEND, f"rms_norm={named}")
+    with pytest.raises(FastlayersError, match=f"rms_norm: .*{words}"):
+        fl.RMSNorm(8, device="cpu")
+    monkeypatch.delenv(env.BACKEND)
+    with pytest.raises(FastlayersError) as caught:
+        fl.RMSNorm(8, device="cpu", backend=named)
+    assert "FASTLAYERS_BACKEND" not in str(caught.value)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def test_plugins_register_and_a_broken_one_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

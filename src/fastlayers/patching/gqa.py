@@ -34,6 +34,7 @@ from fastlayers.patching.classes import count, differentiated
 from fastlayers.patching.matching import bare, foreign_hooks, setting
 from fastlayers.patching.packing import PackedModule
 from fastlayers.patching.paged import active_step
+from fastlayers.registry import environment_wishes
 from fastlayers.rotary.layer import ROTARY, RotaryConfig
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
@@ -212,11 +213,12 @@ class FastGQA(PackedModule):
         return "q_proj", "k_proj", "v_proj"
 
     def _fl_choose(self) -> None:
-        wanted = env.backend_overrides().get("gqa", "auto") if self._fl_backend == "auto" else self._fl_backend
+        given = environment_wishes().get("gqa", "auto") if self._fl_backend == "auto" else None
+        wanted, source = (self._fl_backend, "") if given is None else (given, env.BACKEND)
         if wanted not in ("auto", "torch"):
             GQA.named(wanted)
             why = "Hugging Face's caches are not pages; only torch attends over them"
-            raise NoBackendError("gqa", type(self).__name__, self.q_proj.weight.device, wanted, {wanted: why})
+            raise NoBackendError("gqa", type(self).__name__, self.q_proj.weight.device, wanted, {wanted: why}, source)
         self._fl_turn = self._fl_dense = None
         weight = getattr(self.q_proj, "weight", None)
         if isinstance(weight, torch.Tensor) and weight.device.type != "meta" and self.head_dim % 2 == 0:
@@ -224,7 +226,8 @@ class FastGQA(PackedModule):
             if rotary.requested not in ("auto", "torch", "triton"):
                 why = "a patched module rotates by Triton's kernel, or as the original does"
                 refused = {rotary.requested: why}
-                raise NoBackendError("rotary", type(self).__name__, weight.device, rotary.requested, refused)
+                name = type(self).__name__  # rotary is not a kind of patch's: only the environment names one
+                raise NoBackendError("rotary", name, weight.device, rotary.requested, refused, env.BACKEND)
             if rotary.name == "triton":
                 from fastlayers.patching.triton_dense import TritonDense
                 from fastlayers.patching.triton_turn import TritonTurn

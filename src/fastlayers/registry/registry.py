@@ -155,7 +155,8 @@ class Registry:
     def _choose_named(self, rungs: tuple[Rung, ...], cfg: Any, device: Device, want: str, evidence: str) -> Choice:
         refused = {r.backend.name: why for r in rungs if (why := r.backend.why_not(cfg, device)) is not None}
         if refused:
-            raise NoBackendError(self.layer, cfg, device, want, refused)
+            source = env.BACKEND if evidence.startswith(f"{env.BACKEND}=") else ""
+            raise NoBackendError(self.layer, cfg, device, want, refused, source)
         return Choice(self.layer, cfg, device, want, rungs, {}, evidence)
 
     def _choose_auto(self, cfg: Any, device: Device, built_only: bool) -> Choice:
@@ -206,6 +207,10 @@ class Registry:
         for position, piece in enumerate(pieces):
             name, separator, limit = piece.partition(":")
             last = position == len(pieces) - 1
+            if last and limit.isdigit():
+                given = f"{want!r}, of which nothing serves more than {limit} tokens"
+                accepted = "a name, or a ladder like 'triton:64|torch', whose last rung has no limit"
+                raise ArgumentError(self.layer, "backend", given, accepted)
             if last == bool(separator) or (separator and not limit.isdigit()):
                 raise ArgumentError(self.layer, "backend", repr(want), "a name, or a ladder like 'triton:64|torch'")
             rungs.append(Rung(int(limit) if separator else None, self.named(name)))
@@ -252,7 +257,13 @@ def environment_wishes() -> dict[str, str]:
         if layer not in LAYERS and layer not in COLLECTIVES:
             raise EnvironmentVariableError(f"{env.BACKEND}: {no_layer(layer)}")
         if named != "auto":
-            builtin_registry(layer)._parse(named)
+            try:
+                builtin_registry(layer)._parse(named)
+            except UnknownNameError as error:
+                raise UnknownNameError(f"{error} (from {env.BACKEND})") from None
+            except ArgumentError as error:
+                given = f"{error.given} (from {env.BACKEND})"
+                raise ArgumentError(error.layer, error.argument, given, error.accepted) from None
     return overrides
 
 
