@@ -7,7 +7,6 @@ import platform
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ def diagnose() -> dict[str, Any]:
     for name, reason in registry.plugin_errors.items():
         facts.append(Fact(f"plug-in {name}", None, "broken", reason, False))
     target = device_module.as_device("cuda" if torch.cuda.is_available() else "cpu")
-    facts += _misspelt() + _tuned_tables(target)
+    facts += _without_effect() + _tuned_tables(target)
     layers = {layer: _layer(layer, target) for layer in fastlayers.layers()}
     return {
         "fastlayers": fastlayers.__version__,
@@ -52,14 +51,10 @@ def diagnose() -> dict[str, Any]:
     }
 
 
-def _misspelt() -> list[Fact]:
-    """Return a fact for each variable, and each name in one, that nothing here knows."""
-    known = ", ".join(env.KNOWN)
-    facts = [Fact(name, None, "broken", f"is no variable; known: {known}", False) for name in env.unknown_variables()]
-    packages = device_module.OPTIONAL_PACKAGES
-    for name in sorted(env.disabled_packages().difference(packages)):
-        reason = f"{name!r} is no package that a backend here takes: {', '.join(packages)}"
-        facts.append(Fact(env.DISABLE, None, "unknown name", reason, True))
+def _without_effect() -> list[Fact]:
+    """Return a fact for each variable, and each name in one, that changes nothing, or stops everything."""
+    found = importlib.import_module("fastlayers.registry.environment").without_effect()
+    facts = [Fact(each.variable, None, each.state, each.reason, not each.broken) for each in found]
     wrong = _wrong_wish()
     return facts + ([Fact(env.BACKEND, None, "broken", wrong, False)] if wrong is not None else [])
 
@@ -110,7 +105,7 @@ def _tuned_tables(target: device_module.Device) -> list[Fact]:
             count, stale = count + 1, stale + bool(tuning.changes(table, backends))
     reason = f"{count or 'none'} for {target.name}" + (f", {stale} of them made with other versions" if stale else "")
     reason += _lent(target, count)
-    return [Fact("tuned tables", None, "ok", reason, True), *_tuned_dir(), *facts]
+    return [Fact("tuned tables", None, "ok", reason, True), *facts]
 
 
 def _lent(target: device_module.Device, own: int) -> str:
@@ -120,14 +115,6 @@ def _lent(target: device_module.Device, own: int) -> str:
     }
     lent = " and ".join(f"{count} of {other.name}" for other, count in counts.items() if count > own)
     return f"; {lent}, also {target.sm}, serve {'what else' if own else 'instead'}" if lent else ""
-
-
-def _tuned_dir() -> list[Fact]:
-    """Return a fact about the user's directory of tables if there is none where the environment says."""
-    folder = env.tuned_dir()
-    if not folder or Path(folder).is_dir():
-        return []
-    return [Fact(env.TUNED_DIR, None, "broken", f"{folder} is not a directory; its tables are not used", False)]
 
 
 def _layer(layer: str, target: device_module.Device) -> dict[str, Any]:

@@ -178,6 +178,20 @@ def test_what_is_wrong_with_a_backend_says_that_the_environment_named_it(
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
+def test_what_has_no_effect_in_the_environment_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(plugins_module, "_plugins_loaded", False)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
+    for name, value in (("FASTLAYERS_BACKENDS", "mla=torch"), (env.DISABLE, "nope,triton"), (env.TUNED_DIR, "/nope")):
+        monkeypatch.setenv(name, value)
+    for _ in range(2):
+        fl.RMSNorm(8)
+    said = [record.getMessage() for record in caplog.records if record.name == "fastlayers.registry.environment"]
+    assert [words.partition(":")[0] for words in said] == ["FASTLAYERS_BACKENDS", env.DISABLE, env.TUNED_DIR]
+    assert "'nope' is no package" in said[1] and "/nope is not a directory; its tables are not used" in said[2]
+
+
 def test_plugins_register_and_a_broken_one_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     class Entry:
         def __init__(self, name: str, load: object) -> None:

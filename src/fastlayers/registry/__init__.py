@@ -6,6 +6,7 @@ registry.py   a layer's ranked rows, and the choice among them
 choice.py     what was chosen, and the ladder built from it; which rung serves a step (`Ladder.pick`)
 spec.py       what a layer tells tests, benchmarks and the tuner of itself
 plugins.py    rows of other distributions
+environment.py   what is set in our variables and has no effect
 """
 
 from fastlayers.moved import renamed

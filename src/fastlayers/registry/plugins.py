@@ -7,6 +7,7 @@ from threading import RLock
 from typing import Any
 
 from fastlayers.errors import UnknownNameError
+from fastlayers.registry import environment
 from fastlayers.registry.layers import COLLECTIVES, LAYERS, builtin_registry, no_layer
 
 log = logging.getLogger(__name__)
@@ -21,7 +22,8 @@ def load_plugins() -> None:
     """Load out-of-tree backends from the entry-point group ``fastlayers.backends``, once per process.
 
     Each entry point is a function ``register(add)``; it calls ``add(layer, backend, before=None)``. One that
-    fails is recorded in :data:`plugin_errors` (``fastlayers doctor`` shows it) and logged; the rest go on.
+    fails is recorded in :data:`plugin_errors` (``fastlayers doctor`` shows it) and logged; the rest go on. Environment
+    variables that have no effect are logged, too: no backend is chosen before.
     """
     global _plugins_loaded, _within
     if _plugins_loaded:
@@ -45,6 +47,7 @@ def _add(layer: str, backend: Any, before: str | None = None) -> None:
 def _load() -> None:
     from importlib.metadata import entry_points
 
+    environment.warn()
     for entry in entry_points(group="fastlayers.backends"):
         try:
             entry.load()(_add)
