@@ -3,7 +3,7 @@
 =========================  ==============================================================================
 ``FASTLAYERS_BACKEND``     ``layer=backend`` pairs, comma separated: ``mla=triton,fp8_linear=triton:64|torch``
 ``FASTLAYERS_DISABLE``     optional packages to treat as absent, comma separated: ``deep_gemm,flashinfer``
-``FASTLAYERS_DEBUG``       ``1``: check token ids, page tables and slots on the host (costs a sync)
+``FASTLAYERS_DEBUG``       ``1``: check token ids, page tables and slots on the host (costs a sync); or ``0``
 ``FASTLAYERS_TUNED_DIR``   extra directory with tuned tables, searched before the shipped ones
 ``FASTLAYERS_CACHE_DIR``   directory for compiled kernels, see :mod:`fastlayers.runtime.kernel_cache`
 =========================  ==============================================================================

@@ -7,8 +7,10 @@ import importlib
 import importlib.metadata
 import logging
 import pickle
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,6 +178,14 @@ def test_what_is_wrong_with_a_backend_says_that_the_environment_named_it(
         fl.RMSNorm(8, device="cpu", backend=named)
     assert "FASTLAYERS_BACKEND" not in str(caught.value)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_the_page_lists_what_the_debug_variable_takes() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    (row,) = (line for line in page.splitlines() if line.startswith(f"| `{env.DEBUG}` |"))
+    words = row.split("|")[2]
+    taken = [word for word in re.findall(r"`(\w+)`", words) if env.debug({env.DEBUG: word}) is not None]
+    assert taken == ["1", "true", "on", "yes", "0", "false", "off", "no"]
 
 
 def test_what_has_no_effect_in_the_environment_is_logged_once(
