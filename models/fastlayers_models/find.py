@@ -15,7 +15,7 @@ TINY = "tiny_deepseek_v3"
 ACCEPTED = (
     "accepted: a directory with config.json and *.safetensors, or the name of such a model on the Hugging Face hub"
 )
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
 
 
 def assets() -> Path:
@@ -47,7 +47,7 @@ def find(path: str | Path) -> Path:
         raise CheckpointError(f"{local}: a GGUF file; {ACCEPTED}")
     if local.is_file():
         raise CheckpointError(f"{local}: a file; {ACCEPTED}")
-    if not _HUB_NAME.fullmatch(str(path)):
+    if not HUB_NAME.fullmatch(str(path)):
         raise CheckpointError(f"{local}: no such directory, and not a name on the hub; {ACCEPTED}")
     return _download(str(path))
 

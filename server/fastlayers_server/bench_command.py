@@ -13,6 +13,7 @@ from rich.table import Table
 from fastlayers.errors import ArgumentError
 from fastlayers.registry import LAYERS, registry
 from fastlayers_server.bench import command as http_bench
+from fastlayers_server.known_models import HELP
 from fastlayers_server.tune_command import parse_tokens
 
 BATCHES = (1, 8, 32)
@@ -261,7 +262,7 @@ def register(app: typer.Typer, out: Console, err: Console, device_of: Any, dtype
 
     @bench.command("model")
     def bench_model(
-        name: Annotated[str, typer.Argument(help="A known model, a config.json, its directory, or a hub name.")],
+        name: Annotated[str, typer.Argument(help=HELP)],
         batch: Annotated[str, typer.Option(help="Requests of a decode step, comma separated.")] = "1,8,32",
         context: Annotated[int, typer.Option(min=1, help="Cached tokens a request.")] = 1024,
         layers: Annotated[int, typer.Option(min=0, help="Decoder layers to keep; 0: all.")] = 0,

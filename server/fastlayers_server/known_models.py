@@ -74,6 +74,8 @@ KNOWN: Mapping[str, Mapping[str, Any]] = {
     "Qwen/Qwen3-30B-A3B-FP8": QWEN3_30B_A3B | {"quantization_config": _FP8},
     "openai/gpt-oss-20b": GPT_OSS_20B,
 }
+# What a command's help says of such a name.
+HELP = "'tiny', the model that ships; a known model, a config.json, its directory, or a name on the Hugging Face hub."
 
 
 def config_of(name: str) -> Mapping[str, Any]:
@@ -86,7 +88,7 @@ def config_of(name: str) -> Mapping[str, Any]:
     UnknownModelError
         None of these, or a file that is not a JSON object.
     """
-    from fastlayers_models.find import TINY, assets
+    from fastlayers_models.find import HUB_NAME, TINY, assets
 
     for known, config in KNOWN.items():
         if name.lower() in (known.lower(), known.partition("/")[2].lower()):
@@ -97,7 +99,7 @@ def config_of(name: str) -> Mapping[str, Any]:
         raise UnknownModelError(f"model {name!r} is unknown: {error}") from error
     if path.is_file() or (path / "config.json").is_file():
         return _parsed(path if path.is_file() else path / "config.json")
-    if name.count("/") == 1 and not path.exists():
+    if name.count("/") == 1 and HUB_NAME.fullmatch(name) and not path.exists():
         return _from_hub(name)
     known = f"{', '.join(KNOWN)}; 'tiny', the one that ships"
     accepted = f"{known}; a config.json or its directory; a name on the Hugging Face hub"

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from fastlayers.errors import ArgumentError
+from fastlayers_server.known_models import HELP
 
 
 def kinds_of_layers(config: Mapping[str, Any], dtype: Any) -> int:
@@ -58,7 +59,7 @@ def register(app: typer.Typer, out: Console, device_of: Any, dtype_of: Any) -> N
 
     @app.command("warmup")
     def warmup(
-        name: Annotated[str, typer.Argument(help="A known model, a config.json, its directory, or a hub name.")],
+        name: Annotated[str, typer.Argument(help=HELP)] = "tiny",
         max_tokens: Annotated[
             int, typer.Option(min=0, help="Tokens of the longest request; 0: as many as the model takes.")
         ] = 0,

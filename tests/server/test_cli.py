@@ -200,6 +200,8 @@ def test_generate_answers_a_problem() -> None:
         (["backends", ""], "layer '' is unknown; known: linear"),
         (["generate", "\udcff"], "prompt is '\\udcff'; accepted: text in UTF-8"),
         (["generate", "hi", "--checkpoint", "~nosuchuser/x"], "--checkpoint: ~nosuchuser/x: Could not determine home"),
+        (["warmup", "/nope"], "model '/nope' is unknown; accepted: deepseek-ai/DeepSeek-V3, "),
+        (["bench", "model", "./nope"], "model './nope' is unknown; accepted: deepseek-ai/DeepSeek-V3, "),
         (["bench", "model", "~nosuchuser/x"], "model '~nosuchuser/x' is unknown: Could not determine home"),
         (["eval", "--out", "no/such/place.json"], "--out is 'no/such/place.json', which cannot be written"),
         (["eval", "--out", "tests"], "--out is 'tests', which cannot be written (IsADirectoryError)"),

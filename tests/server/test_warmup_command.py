@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import fastlayers as fl
 from fastlayers_models.generate import Generator
-from fastlayers_server import known_models
+from fastlayers_server import known_models, warmup_command
 from fastlayers_server.cli import app
 from fastlayers_server.random_models import random_model
 from fastlayers_server.warmup_command import kinds_of_layers
@@ -43,6 +43,15 @@ def test_a_model_is_warmed_up(tmp_path: Path) -> None:
     assert result.exit_code == 0 and "kernels compiled or loaded" in result.stdout
     result = CliRunner().invoke(app, ["warmup", str(path), "--device", "cpu", "--max-tokens", "65"])
     assert result.exit_code and "max_position_embeddings, 64" in str(result.exception)
+
+
+def test_the_model_that_ships_is_warmed_up_where_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    named: list[str] = []
+    found = {"kernels": 0, "seconds": 0.0, "built": []}
+    monkeypatch.setattr(warmup_command, "warm_up", lambda name, *_, **__: named.append(name) or found)
+    assert CliRunner().invoke(app, ["warmup", "--device", "cpu"]).exit_code == 0 and named == ["tiny"]
+    for command in (["warmup"], ["bench", "model"]):
+        assert "'tiny', the model that ships" in CliRunner().invoke(app, [*command, "--help"]).stdout
 
 
 @pytest.mark.gpu
