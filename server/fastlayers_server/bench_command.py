@@ -49,9 +49,19 @@ def layer_rows(
 
 
 def model_rows(
-    name: str, batches: Sequence[int], context: int, layers: int | None, place: Any, dtype: Any, rounds: int
+    name: str,
+    batches: Sequence[int],
+    context: int,
+    layers: int | None,
+    place: Any,
+    dtype: Any,
+    rounds: int,
+    said: Callable[[str], None],
 ) -> Iterator[dict[str, Any]]:
-    """Yield the run's description, then for each batch: the last decoder layer, a decode step, and time per token."""
+    """Yield the run's description, then for each batch: the last decoder layer, a decode step, and time per token.
+
+    ``said`` is told what is measured next.
+    """
     import torch
 
     from fastlayers.tuning.bench import describe_run
@@ -80,11 +90,13 @@ def model_rows(
                 ("model", model, model_call, hot),
             )
             for what, module, call, clock in parts:
+                said(f"batch {batch}: {what}, {rounds} rounds …")
                 timing = clock.measure({what: clock.prepare(call)}, rounds)[what]
                 floor = decode_floor(module, batch, context)
                 row = {"model": name, "what": what, "batch": batch, "context": context, "us": round(timing.us, 2)}
                 row |= {"spread_us": round(timing.spread_us, 2), "floor_us": round(floor, 2)}
                 yield row | {"of_floor": round(floor / timing.us, 4)}
+            said(f"batch {batch}: generation …")
             yield {"model": name, "what": "generate", "batch": batch} | time_per_token(model, batch)
 
 
@@ -273,8 +285,13 @@ def register(app: typer.Typer, out: Console, err: Console, device_of: Any, dtype
     ) -> None:
         """Time a decoder layer, a decode step and generation with random weights at real dimensions."""
         batches = parse_tokens(batch, "--batch") or BATCHES
-        rows = model_rows(name, batches, context, layers or None, device_of(device), dtype_of(dtype), rounds)
-        shown(rows, as_json, _show_model)
+        place, kind = device_of(device), dtype_of(dtype)
+
+        def said(words: str) -> None:
+            if not as_json:  # whose rows come one by one
+                err.print(words, highlight=False)
+
+        shown(model_rows(name, batches, context, layers or None, place, kind, rounds, said), as_json, _show_model)
 
     @bench.command("ablation")
     def bench_ablation(

@@ -297,6 +297,10 @@ def test_bench_model_times_layer_step_and_generation(qwen: str) -> None:
     head, *rows = [json.loads(line) for line in run(*arguments, "--json", "--device", "cpu").splitlines()]
     assert head["layers"] == 2 and [row["what"] for row in rows] == ["decoder layer", "model", "generate"]
     assert 0 < rows[0]["floor_us"] < rows[1]["floor_us"] and rows[2]["tpot_ms"] > 0
+    result = CliRunner().invoke(app, [*arguments, "--device", "cpu"])
+    assert "decoder layer" in result.stdout and result.stderr.splitlines() == [
+        "batch 2: decoder layer, 2 rounds …", "batch 2: model, 2 rounds …", "batch 2: generation …"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
