@@ -38,6 +38,9 @@ def diagnose() -> dict[str, Any]:
         facts.append(Fact(name, found.version, found.state, found.reason, found.state != "broken"))
     for name, reason in registry.plugin_errors.items():
         facts.append(Fact(f"plug-in {name}", None, "broken", reason, False))
+    for name, layer, backend in registry.plugins.plugin_backends:
+        if (why := registry.why_not_loaded(backend)) is not None:
+            facts.append(Fact(f"plug-in {name}", None, "broken", f"{layer}: {why}", False))
     target = device_module.as_device("cuda" if torch.cuda.is_available() else "cpu")
     facts += _without_effect() + _tuned_tables(target)
     layers = {layer: _layer(layer, target) for layer in fastlayers.layers()}

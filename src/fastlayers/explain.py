@@ -11,7 +11,7 @@ from fastlayers import device as device_module
 from fastlayers import tuning
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, describe
-from fastlayers.registry import LAYERS, PARTS, Backend, Choice, Rung, registry
+from fastlayers.registry import LAYERS, PARTS, Backend, Choice, Rung, registry, why_not_loaded
 from fastlayers.runtime import builds
 from fastlayers.tuning.probe import choices_of
 
@@ -71,6 +71,7 @@ def backends(layer: str, device: Any = None, cfg: Any = None) -> Table:
     for rank, backend in enumerate(table.ranked):
         hardware = _refusal(backend, configs, target)
         installed = device_module.missing(backend.needs, load=not target.described)
+        installed = installed or (None if target.described else why_not_loaded(backend))
         about = backend.about(configs[0], target) if backend.about is not None and hardware is None else ""
         reason = "; ".join(filter(None, (hardware, installed, backend.note, about)))
         automatic = target.type in backend.auto_on + backend.last_resort_on

@@ -8,6 +8,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +136,9 @@ def test_the_backend_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_plug_in_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     table, found = registry("softcap"), {}
     monkeypatch.setattr(table, "ranked", list(table.ranked))
+    monkeypatch.setattr(plugins, "plugin_backends", [])
     exec(blocks("Add a backend")[2], found)
-    found["register"](plugins._add)
+    found["register"](partial(plugins._add, "my_package"))
     assert [row.name for row in table.ranked] == ["triton", "mine", "torch", "reference"]
     why = fl.Softcap(30).choice.refused["mine"]  # type: ignore[attr-defined]
     assert why == "my_package is not installed (pip install my_package)"

@@ -226,6 +226,30 @@ def test_plugins_register_and_a_broken_one_is_recorded(monkeypatch: pytest.Monke
     assert plugins_module.plugin_errors == {"bad": "RuntimeError: wrong version"}
 
 
+def test_a_plugin_whose_class_does_not_load_is_not_called_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Entry:
+        name = "mine"
+
+        def load(self) -> object:
+            return self.register
+
+        def register(self, add: Any) -> None:
+            add("rms_norm", Backend("wrong", "fastlayers.norm.rms_norm.torch:Nope", auto_on=("cpu",)))
+            add("rms_norm", Backend("raises", "this:missing", needs=("no_such_package:f",), auto_on=("cpu",)))
+            add("rms_norm", Backend("right", Echo, auto_on=("cpu",)))
+
+    monkeypatch.setattr(plugins_module, "_plugins_loaded", False)
+    monkeypatch.setattr(plugins_module, "plugin_backends", [])
+    monkeypatch.setattr(RMS_NORM, "ranked", list(RMS_NORM.ranked))
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [Entry()])
+    rows = {row.name: row for row in fl.backends("rms_norm", device="cpu")}
+    assert rows["right"].installed and not rows["wrong"].installed and not rows["raises"].installed
+    assert "rms_norm.torch:Nope', which cannot be loaded: AttributeError" in rows["wrong"].reason
+    assert "no_such_package" in rows["raises"].reason and rows["torch"].installed
+    described = {row.name: row for row in fl.backends("rms_norm", device="A100")}
+    assert described["wrong"].installed, "nothing is imported for another machine's device"
+
+
 def test_threads_wait_for_plugins_that_are_being_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on, seen = threading.Event(), threading.Event(), []
 

@@ -17,6 +17,7 @@ from fastlayers import device as device_module
 from fastlayers import env, tuning
 from fastlayers.device import as_device
 from fastlayers.errors import ArgumentError, FastlayersError, UnknownModelError
+from fastlayers.registry import Backend, plugins, registry
 from fastlayers_server import known_models
 from fastlayers_server.cli import app
 from fastlayers_server.random_models import random_model
@@ -446,6 +447,17 @@ def test_doctor_names_variables_and_packages_that_nothing_knows(monkeypatch: pyt
     facts = {fact["name"]: fact for fact in report["facts"]}
     assert facts["FASTLAYERS_BACKENDS"]["state"] == "broken" and env.BACKEND in facts["FASTLAYERS_BACKENDS"]["reason"]
     assert "'tritn' is no package" in facts[env.DISABLE]["reason"] and facts[env.DISABLE]["ok"]
+
+
+def test_doctor_loads_what_plugins_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = registry("rms_norm")
+    row = Backend("mine", "fastlayers.norm.rms_norm.torch:Nope", auto_on=("cpu",))
+    monkeypatch.setattr(table, "ranked", [row, *table.ranked])
+    monkeypatch.setattr(plugins, "plugin_backends", [("my_package", "rms_norm", row)])
+    report = json.loads(run("doctor", "--json", code=1))
+    (fact,) = (fact for fact in report["facts"] if fact["name"] == "plug-in my_package")
+    assert fact["state"] == "broken" and "rms_norm: backend 'mine': target is" in fact["reason"]
+    assert "mine" in report["layers"]["rms_norm"]["disabled"] and "mine" not in report["layers"]["rms_norm"]["works"]
 
 
 @pytest.mark.parametrize(

@@ -25,14 +25,14 @@ from fastlayers.registry.backend import (
 )
 from fastlayers.registry.choice import Choice, Ladder, Rung
 from fastlayers.registry.layers import COLLECTIVES, LAYERS, PARTS, builtin_registry
-from fastlayers.registry.plugins import load_plugins, plugin_errors
+from fastlayers.registry.plugins import load_plugins, plugin_errors, why_not_loaded
 from fastlayers.registry.registry import Registry, check_ladder, environment_wishes, registry
 
 __all__ = [
     "COLLECTIVES", "LAYERS", "PARTS", "REPEATS", "TRITON_NEEDS", "Backend", "Choice", "Ladder", "Registry", "Rung",
     "UnverifiedBackend", "blackwell_guard", "builtin_registry", "check_ladder", "environment_wishes", "hopper_guard",
     "load_plugins", "not_multiple", "plugin_errors", "reference_backend", "registry", "supports_all", "torch_backend",
-    "triton_backend",
+    "triton_backend", "why_not_loaded",
 ]  # fmt: skip
 
 __getattr__ = renamed(__name__, {"accepts_all": "supports_all", "NotRun": "UnverifiedBackend"})
