@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,21 @@ from fastlayers.comm.seam import Moves, Seam
 from fastlayers.comm.token_moves import TokenMoves, Way, way_of
 from fastlayers.embedding.layer import VocabEmbedding
 from fastlayers.embedding.lm_head import LMHead
+from fastlayers.errors import ArgumentError, describe
 from fastlayers.linear.factory import linear
 from fastlayers.rotary.layer import RotaryEmbedding
 from fastlayers_models.agreement import meet
 from fastlayers_models.concat import ConcatLinears
+
+
+def check_backend(given: Any) -> None:
+    """Raise :class:`ArgumentError` unless ``given`` is text; of a mapping, name the first key that is no layer."""
+    if isinstance(given, str):
+        return
+    unknown = [key for key in given if key not in fl.layers()] if isinstance(given, Mapping) else []
+    told = describe(given) + (f", in which {unknown[0]!r} is no layer" if unknown else "")
+    accepted = "'auto', a name, or a ladder like 'triton:64|torch', for attention; FASTLAYERS_BACKEND names others"
+    raise ArgumentError("CausalLM", "backend", told, accepted)
 
 
 class ModelContext:
@@ -54,6 +65,7 @@ class ModelContext:
         self.device = torch.device(device) if device is not None else torch.get_default_device()
         self.kv_dtype = kv_dtype if kv_dtype is not None else dtype
         meet(self)
+        check_backend(backend)
         self._connect()
         self.rotary = self.make_rotary()
 

@@ -197,6 +197,20 @@ def test_arguments_are_checked_before_anything_is_built(llama: Path, options: An
         AutoModel.from_pretrained(llama, **options)
 
 
+@pytest.mark.parametrize(
+    ("backend", "told"),
+    [
+        ({"gqaa": "torch"}, r"\{'gqaa': 'torch'\}, in which 'gqaa' is no layer"),
+        ({"gqa": "torch"}, r"\{'gqa': 'torch'\}"),
+        (5, "5"),
+        (None, "None"),
+    ],
+)
+def test_a_backend_is_one_name_for_attention(llama: Path, backend: Any, told: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"^CausalLM: backend is {told}; accepted: 'auto', a name, or a ladder"):
+        AutoModel.from_pretrained(llama, backend=backend)
+
+
 def test_a_cast_that_is_refused_changes_nothing(llama: Path) -> None:
     model = AutoModel.from_pretrained(llama)
     before = {name: (value.dtype, value.data_ptr()) for name, value in model.state_dict().items()}
