@@ -340,8 +340,8 @@ def weights_alone(layer: str) -> Found:
     wide = {(row["model"], row["tokens"]): row["us"] for row in rows if "a16" not in row["cfg"]}
     ratios: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
-        if row["layer"] == layer and (name := re.search(r"'(\w+a16)'", row["cfg"])) is not None:
-            ratios.setdefault(name[1], []).append((row["tokens"], row["us"] / wide[row["model"], row["tokens"]]))
+        if row["layer"] == layer and (format_ := re.search(r"'(\w+a16)'", row["cfg"])) is not None:
+            ratios.setdefault(format_[1], []).append((row["tokens"], row["us"] / wide[row["model"], row["tokens"]]))
     told, missing, lost, many = list[str](), list[str](), list[str](), list[float]()
     for name, found in ratios.items():
         by_rows = [f"{n}: {_range(r for m, r in found if m == n)}" for n in sorted({n for n, _ in found})]

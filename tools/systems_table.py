@@ -79,8 +79,8 @@ def figures() -> tuple[str, dict[int, tuple[str, str]]]:
     for item in sorted({figure.item for figure in FIGURES}):
         own = [(figure, figure.find()) for figure in FIGURES if figure.item == item]
         for figure, found in own:
-            measured, *short = found or (MISSING, "")
-            out.append(f"| {item} | {figure.what} | {measured} | {'; '.join(filter(None, short))} |")
+            measured, *lacks = found or (MISSING, "")
+            out.append(f"| {item} | {figure.what} | {measured} | {'; '.join(filter(None, lacks))} |")
         if all(found is not None for _, found in own):
             short = "; ".join(found.missing for _, found in own if found is not None and found.missing)
             evidence = " ".join(f"`{figure.evidence}`" for figure, _ in own)
