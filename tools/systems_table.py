@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / name) for name in ("models", "server"))]
-from systems_figures import FIGURES, OFF_BY_DEFAULT  # noqa: E402
+from systems_figures import OFF_BY_DEFAULT  # noqa: E402
+from systems_items import FIGURES  # noqa: E402
 
 from fastlayers_server.ablation import SWITCHES  # noqa: E402
 

@@ -69,7 +69,7 @@ def test_figures_are_found_in_what_parts_write(figures: Any, tmp_path: Path) -> 
     about = {"model": "deepseek-ai/DeepSeek-V3", "batch": 1, "ratio": 1.1}
     (tmp_path / made.result).write_text("".join(json.dumps(about | {"what": each.what}) + "\n" for each in SWITCHES))
     found, lost = set(), []
-    for figure in figures.FIGURES:
+    for figure in import_module("systems_items").FIGURES:
         file, _, word = figure.evidence.partition("#")
         if (tmp_path / file).is_file() and figure.item in ANSWERED and "slice" not in file:
             found.add(figure.item)
@@ -98,7 +98,7 @@ def test_tables_are_found_where_tuners_write_them(figures: Any, tmp_path: Path) 
     folder = tmp_path / "tuned" / "weight_only_linear"
     assert {path.name.partition(",device_name")[0] for path in folder.iterdir()} == four
     assert figures.shared_experts() is not None
-    (shared,) = (figure for figure in figures.FIGURES if figure.item == 25)
+    (shared,) = (figure for figure in import_module("systems_items").FIGURES if figure.item == 25)
     assert (tmp_path / shared.evidence).is_file()
     assert (
         figures.tuned_weights().measured == "shapes with a table: int8 1, w4a16 6, experts in w4a16 1, 8 bits alone 0"

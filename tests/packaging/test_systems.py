@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fastlayers as fl
-from fastlayers.errors import NoBackendError
+from fastlayers.errors import ArgumentError, NoBackendError
 from fastlayers.moe.placement.triton import TritonSlots
 from fastlayers.registry import COLLECTIVES, LAYERS, PARTS, builtin_registry, registry
 from fastlayers.registry.spec import spec_of
@@ -319,7 +320,7 @@ def test_the_last_run_of_a_point_counts_and_its_commit_is_named(
         (tmp_path / "ablation_h200.jsonl").write_text(text)
 
     monkeypatch.setattr(tool, "RESULTS", tmp_path / "ablation_h200.jsonl")
-    monkeypatch.setattr(sys.modules[tool.FIGURES[0].__class__.__module__], "RESULTS", tmp_path)
+    monkeypatch.setattr(sys.modules["systems_figures"], "RESULTS", tmp_path)
     put(runs[0], gate | {"batch": 1, "ratio": 0.5}, runs[1], gate | {"batch": 1, "ratio": 0.97},
         gate | {"batch": 2, "ratio": 1.0}, codes | {"batch": 1, "ratio": 0.9}, codes | {"batch": 2, "ratio": 0.99},
         runs[2], gate | {"batch": 2, "skipped": "no gate"}, gate | {"batch": 2, "ratio": 1.5})  # fmt: skip
@@ -335,7 +336,7 @@ def test_the_last_run_of_a_point_counts_and_its_commit_is_named(
 
 
 def test_what_is_off_by_default_is_off_and_what_loses_has_a_reason(tool: Any) -> None:
-    module = sys.modules[tool.FIGURES[0].__class__.__module__]
+    module = sys.modules["systems_figures"]
     for what, why in module.OFF_BY_DEFAULT.items():
         assert tool.REASONS[what] == why and what in {each.what for each in SWITCHES}
         (name,) = re.findall(r"off by default \(`(\w+)=False`\): .{20,}", why)
@@ -347,7 +348,7 @@ def test_what_is_off_by_default_is_off_and_what_loses_has_a_reason(tool: Any) ->
 
 def test_losses_beside_packages_are_listed(tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That ``auto`` takes a package's product says nothing of ours, and points of one format nothing of another's."""
-    monkeypatch.setattr(sys.modules[tool.FIGURES[0].__class__.__module__], "RESULTS", tmp_path)
+    monkeypatch.setattr(sys.modules["systems_figures"], "RESULTS", tmp_path)
 
     def lines(*rows: tuple[str, str, str, float], item: int) -> list[str]:
         common = {"config": {}, "auto": False, "model": "m"}
@@ -383,7 +384,8 @@ def test_words_of_rows_are_true() -> None:
     """What the page's hand says beside the name of a system, where code or a figure can say that it is so."""
     name = {row.item: row.name for row in ROWS}
     assert "`patch` has no `fp8_math`" in name[5] and "docs/patching.md" in name[5]
-    assert "fp8_math" not in inspect.signature(fl.patch).parameters
+    with pytest.raises(ArgumentError, match="fp8_math"):
+        fl.patch(torch.nn.Identity(), fp8_math=True)
     assert "`fp8_math`" in (REPO / "docs/patching.md").read_text()
     assert "for few rows and for memory" in name[26]
     approximate = {path.parent.name for path in (REPO / "src").rglob("*.py") if ".approx." in path.read_text()}
@@ -414,7 +416,7 @@ def test_an_item_waits_for_each_of_its_figures(tool: Any) -> None:
 
 
 def test_states_follow_from_figures(tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules[tool.FIGURES[0].__class__.__module__]
+    module = sys.modules["systems_figures"]
     monkeypatch.setattr(module, "RESULTS", tmp_path)
     (tmp_path / "performance").mkdir()
 
