@@ -228,6 +228,7 @@ def _layers() -> Iterator[Part]:
         ("small_ops", "small_ops", "^(?!.* ro[tu][at][re][yr] )", 125), ("fused_moe", "fused_moe", "", 220),
         ("fp8_linear.tp8", "fp8_linear", "DeepSeek-V3 tp8", 160), ("fp8_linear.tp1", "fp8_linear", "tp1", 135),
         ("weight_only", "weight_only", "", 65), ("products", "products", "", 60),
+        ("drawn.gqa", "drawn", " gqa ", 150), ("drawn.mla", "drawn", " mla ", 120),
     )  # fmt: skip
     targets = {
         "mla": "16: row 7; 15: row 5",
@@ -235,6 +236,8 @@ def _layers() -> Iterator[Part]:
         "small_ops.turns": "15: rows 18, 24",
         "fused_moe": "16: rows 6, 8",
         "weight_only": "15: row 26",
+        "drawn.gqa": "15: 3, ragged batches",
+        "drawn.mla": "15: 3, ragged batches",
         "products": "15: rows 26, 32, 42, 44, 46, 47",
     }
     for name, part, only, took in points:
@@ -246,7 +249,7 @@ def _layers() -> Iterator[Part]:
         target = targets.get(name, targets.get(part, "15: never slower, with peers"))
         # Few heads: how near ours comes to the memory's rate, for which packages would be built for each group.
         own = {"weight_only": (), "products": ("deep_gemm", "sgl_kernel"), "gqa.few_heads": ()}
-        result = f"{part}_h200.jsonl" if part in own else f"performance/{part}.jsonl"
+        result = f"{part}_h200.jsonl" if part in (*own, "drawn") else f"performance/{part}.jsonl"
         needs = own.get(name, PACKAGES)
         noisy = bool(needs)  # packages compile on all cores
         yield Part(name, command, result, took + 15, target, needs, 1, () if needs else PLAIN, noisy=noisy)

@@ -77,6 +77,7 @@ class Item:
     contexts: tuple[int, ...] = (4096,)
     against: tuple[str, ...] = ()  # only these backends, and auto
     ragged: bool = False  # decode: lengths drawn around the context
+    candidates: bool = False  # also what the tuner tries
 
     def points(self) -> Iterator[tuple[str, int, int]]:
         """Yield a key, the token count and the context of every point."""
@@ -110,6 +111,21 @@ def ragged(model: str, layer: str, cfg: Any, tokens: tuple[int, ...], mean: int 
              ragged=True)
         for count in tokens
     ]  # fmt: skip
+
+
+def drawn() -> list[Item]:
+    """Decode steps of drawn lengths with all that the tuner tries: ``tools/drawn_lengths.py`` makes ladders of them."""
+    items, bf16, e4m3 = [], torch.bfloat16, torch.float8_e4m3fn
+    shapes = (
+        *((name, 1, "gqa", bf16) for name in (OSS, QWEN8, QWEN30)),
+        *((DEEPSEEK, tp, "mla", kv) for tp in (8, 1) for kv in (bf16, e4m3)),
+    )  # fmt: skip
+    for name, tp, layer, kv in shapes:
+        for cfg in layers_of(name, tp, layer):
+            if cfg.phase == "decode" and getattr(cfg, "window", None) is None:
+                for mean in (4096, 16384):
+                    items += ragged(f"{name} tp{tp}", layer, replace(cfg, kv_dtype=kv), (16, 64), mean)
+    return [replace(item, candidates=True) for item in items]
 
 
 @lru_cache
@@ -244,7 +260,7 @@ def weight_only() -> list[Item]:
 
 MEASURED: dict[str, Callable[[], list[Item]]] = {
     "fp8_linear": fp8_linear, "fused_moe": fused_moe, "mla": mla, "gqa": gqa, "small_ops": small_ops,
-    "products": products, "weight_only": weight_only,
+    "products": products, "weight_only": weight_only, "drawn": drawn,
 }  # fmt: skip
 # Programs of their own, below this folder: part -> commands.
 _FIRST = ["generate.py", "qwen3_30b_a3b", "--repeats", "1"]
@@ -321,7 +337,8 @@ def measure(items: list[Item], record: Record, clock: Clock, place: torch.device
         bench = benches.setdefault(id(item), Bench(item.layer, item.cfg, place, clock, peers=other))
         begin = time.monotonic()
         case = item.case(count, context)
-        found = rows_of(bench, case, count, against=item.against, copy=item.layer in MOVERS)
+        also = bench.options(count) if item.candidates else ()
+        found = rows_of(bench, case, count, against=item.against, also=also, copy=item.layer in MOVERS)
         failed = {str(option): why for option, why in bench.failed.items()}
         about = {"key": key, "model": item.model, "cfg": repr(item.cfg), "context": context, "failed": failed}
         about |= {"ragged": True} if item.ragged else {}

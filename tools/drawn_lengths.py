@@ -1,9 +1,9 @@
-"""Ladders that steps of drawn lengths have a say in, by what the page's parts measured.
+"""Ladders that steps of drawn lengths have a say in, by what ``benchmarks/performance.py`` measured.
 
 A tuned table times decode steps whose requests are equally long. In a server's they are not, and what gains a percent
 or two with equal lengths may leave the longest request to a few threads. At a count of rows where options were timed
-with drawn lengths as well (``benchmarks/performance.py``, "ragged"), both count alike: an option's time is the
-geometric mean of what it takes of the fastest's in either. Options that were not timed so do not count there.
+with drawn lengths as well (its points that are "ragged", and its part "drawn"), both count alike: an option's time is
+the geometric mean of what it takes of the fastest's in either. Options that were not timed so do not count there.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from pathlib import Path
 from fastlayers.tuning.samples import Option, Sample
 from fastlayers.tuning.sweep import parse_shape
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "performance"
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 # Of one shape by count of rows: what each option took.
 Drawn = Mapping[int, Mapping[Option, float]]
 
 
 def drawn_of(layer: str, key: str, device: str, results: Path = RESULTS) -> Drawn:
     """Return what steps of drawn lengths of a device say of a shape."""
-    path, there = results / f"{layer}.jsonl", ""
-    found: dict[int, dict[Option, float]] = {}
-    for row in map(json.loads, path.read_text().splitlines() if path.is_file() else ()):
+    there, found = "", dict[int, dict[Option, float]]()
+    # The page's points have few options; where all that the tuner tries was timed, that counts.
+    paths = [path for path in (results / f"performance/{layer}.jsonl", results / "drawn_h200.jsonl") if path.is_file()]
+    for row in (json.loads(line) for path in paths for line in path.read_text().splitlines()):
         there = row["run"]["device"].split()[0] if "run" in row else there
-        told = row.get("ragged") and "us" in row and there == device
+        told = row.get("ragged") and row["layer"] == layer and "us" in row and there == device
         if told and parse_shape(layer, row["cfg"]).tuning_key() == key:
             found.setdefault(row["tokens"], {})[Option.of(row)] = row["us"]
     return found

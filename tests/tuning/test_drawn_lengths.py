@@ -35,7 +35,14 @@ def test_both_count_alike_where_both_were_timed(tool: Any) -> None:
 def test_rows_are_found_by_shape_and_device(tool: Any, tmp_path: Path) -> None:
     path = next(SHIPPED.glob("gqa/H=32,Hkv=8,D=128,page=64,bfloat16_bfloat16,decode,ctx=16384,device_name=H200.json"))
     table = json.loads(path.read_text())
-    row = {"cfg": table["cfg"], "tokens": 16, "backend": "triton", "config": {"num_warps": 1}, "us": 5.0}
+    row = {
+        "layer": "gqa",
+        "cfg": table["cfg"],
+        "tokens": 16,
+        "backend": "triton",
+        "config": {"num_warps": 1},
+        "us": 5.0,
+    }
     other = table["cfg"].replace("num_heads=32", "num_heads=64")
     lines = [
         {"run": {"device": "H100 (sm_90)"}}, row | {"ragged": True, "us": 9.0}, {"run": {"device": "H200 (sm_90)"}},
@@ -43,8 +50,13 @@ def test_rows_are_found_by_shape_and_device(tool: Any, tmp_path: Path) -> None:
         row | {"ragged": True, "config": {}, "us": 4.0}, row | {"ragged": True, "backend": "torch", "failed": "x"},
     ]  # fmt: skip
     del lines[-1]["us"]
-    (tmp_path / "gqa.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "performance").mkdir()
+    (tmp_path / "performance/gqa.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert tool.drawn_of("gqa", table["key"], "H200", tmp_path) == {16: {TILE: 5.0, RULE: 4.0}}
+    (tmp_path / "drawn_h200.jsonl").write_text(
+        "\n".join(map(json.dumps, (lines[2], row | {"ragged": True, "us": 3.0})))
+    )
+    assert tool.drawn_of("gqa", table["key"], "H200", tmp_path) == {16: {TILE: 3.0, RULE: 4.0}}
     assert tool.drawn_of("gqa", "H=1", "H200", tmp_path) == tool.drawn_of("mla", table["key"], "H200", tmp_path) == {}
 
 

@@ -116,6 +116,7 @@ def rows_of(
     tokens: int,
     *,
     against: Sequence[str] = (),
+    also: Sequence[Option] = (),
     rounds: int | None = None,
     whole: bool = False,
     copy: bool = False,
@@ -131,6 +132,8 @@ def rows_of(
         By which the ladder is asked.
     against : sequence of str
         Beginnings of backends' names; default: all.
+    also : sequence of Option
+        Timed beside them.
     rounds : int, optional
         Default: more the shorter the calls are.
     whole : bool
@@ -139,7 +142,7 @@ def rows_of(
         Time a copy that moves the case's compulsory bytes as well: ``copy_us`` in every row.
     """
     auto = auto_option(bench, tokens)
-    options = list(dict.fromkeys([auto, *chosen_options(bench, against)]))
+    options = list(dict.fromkeys([auto, *chosen_options(bench, against), *also]))
     errors: dict[Option, float] = {}
     for option in options:
         with bench.noting(option):

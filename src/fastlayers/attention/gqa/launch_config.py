@@ -19,6 +19,8 @@ FEW_PROGRAMS, PROGRAMS = 132, 264
 LONGEST, MANY = 2048, 1056
 # So many parts are added up by the last program of a request to finish; more by a second kernel, a head a program.
 FUSED_SPLITS = 4
+# Parts that a request is cut into at most where keys alone say how many.
+KEYED = 8
 # So many rows, tokens × query heads of a key head, are one tile: the time of a program is then that of its keys.
 FEW_ROWS = 32
 
@@ -61,7 +63,15 @@ def candidates(cfg: GQAConfig, requests: int) -> list[dict[str, int]]:
     else:
         shapes = ((64, 4, 4), (64, 2, 4), (64, 4, 6), (32, 2, 4), (32, 2, 6), (32, 1, 4))
         few, tiles = own["MIN_KEYS"], requests * cfg.num_kv_heads
+        # By keys alone, whatever fills the GPU: a request that is much longer than the others holds up nobody.
         found = [
+            {
+                "BLOCK_N": n, "PROGRAMS": KEYED * tiles, "MIN_KEYS": least, "MAX_KEYS": LONGEST,
+                "num_warps": warps, "num_stages": stages,
+            }
+            for least in (LONGEST, LONGEST // 2)
+            for n, warps, stages in shapes[:2]
+        ] + [
             {
                 "BLOCK_N": n, "PROGRAMS": programs, "MIN_KEYS": least, "MAX_KEYS": most,
                 "num_warps": warps, "num_stages": stages,
