@@ -175,7 +175,7 @@ def compiles_on(build: KernelBuild, capability: int) -> bool:
 
 def needs_sm_90(build: KernelBuild) -> bool:
     """Return whether a launch decodes MXFP4 codes, by instructions of sm_90."""
-    return ".mxfp4_" in build.kernel.__module__
+    return ".mxfp4." in build.kernel.__module__
 
 
 def needs_wgmma(build: KernelBuild) -> bool:
