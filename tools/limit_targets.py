@@ -13,6 +13,8 @@ from pathlib import Path
 
 from performance_rows import DEVICE, MISSING, OURS, Row, lines_of
 
+from fastlayers.tuning import rung_at
+
 TUNED = Path(__file__).parents[1] / "src/fastlayers/tuned"
 # Without packages a step may take so many times what it takes with them.
 ALONE, ALONE_WORDS = 1.05, "torch and Triton alone"
@@ -85,7 +87,7 @@ def tuned(layer: str, key: str, tokens: int) -> Figure | None:
     if not path.is_file():
         return None
     table = json.loads(path.read_text())
-    rung = next(each for each in table["ladder"] if each["max_tokens"] is None or tokens <= each["max_tokens"])
+    rung = rung_at(table["ladder"], tokens)
     us = table["times"][rung["backend"]][table["tokens"].index(tokens)]
     return Figure(us, table["metadata"]["commit"], "when tuned")
 

@@ -23,6 +23,8 @@ from performance_rows import DEVICE, MISSING, OURS, PEERS, ROOT, VLLM, Row, file
 from serving_tables import serving
 from svg_plots import Plot, svg
 
+from fastlayers.tuning import rung_at
+
 PAGE = ROOT / "docs" / "performance.md"
 PLOTS = ROOT / "docs" / "plots"
 # "Never slower" is a median of at most this times the other's.
@@ -66,7 +68,7 @@ def when_tuned(layer: str) -> str:
         for row in measured:
             here[row["tokens"]].append(row)
         for tokens, rows in here.items():
-            rung = next(r for r in table["ladder"] if r["max_tokens"] is None or tokens <= r["max_tokens"])
+            rung = rung_at(table["ladder"], tokens)
             chosen = rung["backend"], rung.get("config", {})
             found.append(ratio([row | {"auto": (row["backend"], row.get("config", {})) == chosen} for row in rows]))
     ratios = [each for each in found if each is not None]

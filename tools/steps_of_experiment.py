@@ -20,6 +20,7 @@ from typing import Any
 from step_ladders import RESULT
 from tuned_tables import git
 
+from fastlayers.tuning import rung_at
 from fastlayers.tuning.samples import Option
 from fastlayers.tuning.sources import Sources
 
@@ -87,7 +88,7 @@ def installed_of(commit: str, layer: str, key: str, rows: int) -> Option:
     """Return what the shape's table chose at a commit."""
     path = f"src/fastlayers/tuned/{layer}/{key},device_name=H200.json"
     ladder = json.loads(git("show", f"{commit}:{path}"))["ladder"]
-    return Option.of(next(rung for rung in ladder if rung["max_tokens"] is None or rows <= rung["max_tokens"]))
+    return Option.of(rung_at(ladder, rows))
 
 
 def hashes_of(commit: str) -> dict[str, dict[str, str]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fastlayers.tuning import rung_at
 from fastlayers.tuning.samples import Option, Sample
 from fastlayers.tuning.table import SHIPPED
 
@@ -66,7 +67,7 @@ def test_no_shipped_ladder_takes_what_loses_by_far_with_drawn_lengths(tool: Any)
     for path in sorted(SHIPPED.glob("*/*,decode,*device_name=H200.json")):
         table = json.loads(path.read_text())
         for tokens, took in tool.drawn_of(path.parent.name, table["key"], "H200").items():
-            rung = next(r for r in table["ladder"] if r["max_tokens"] is None or tokens <= r["max_tokens"])
+            rung = rung_at(table["ladder"], tokens)
             if (option := Option.of(rung)) in took and rung["max_tokens"] != 1:
                 asked += 1
                 assert took[option] <= 1.12 * min(took.values()), (path.stem, tokens, str(option))
