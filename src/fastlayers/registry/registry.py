@@ -98,10 +98,10 @@ class Registry:
             A name that is not registered, in the call or in the environment.
         """
         target = device_module.as_device(device)
-        named, evidence = self._requested(want)
+        named, evidence, source = self._requested(want)
         if named == "auto":
             return self._choose_auto(cfg, target, built_only)
-        return self._choose_named(self._parse(named), cfg, target, named, evidence)
+        return self._choose_named(self._parse(named), cfg, target, named, evidence, source)
 
     def choose_phases(
         self, cfg: Any, phases: tuple[str, ...], device: Any = None, want: str = "auto", *, built_only: bool = True
@@ -117,7 +117,7 @@ class Registry:
             As :meth:`choose`; also if what is named serves no phase.
         """
         target = device_module.as_device(device)
-        named, evidence = self._requested(want)
+        named, evidence, source = self._requested(want)
         configs = [replace(cfg, phase=phase) for phase in phases]
         if named == "auto":
             return [self._choose_auto(each, target, built_only) for each in configs]
@@ -129,7 +129,7 @@ class Registry:
                 limits = [rung.max_tokens for rung in serving[:-1]] + [None]
                 cut = tuple(replace(rung, max_tokens=m) for rung, m in zip(serving, limits, strict=True))
                 left = "".join(f"; {r.backend.name} does not serve {what}" for r in rungs if r not in serving)
-                chosen.append(self._choose_named(cut, each, target, named, evidence + left))
+                chosen.append(self._choose_named(cut, each, target, named, evidence + left, source))
             else:
                 auto = self._choose_auto(each, target, built_only)
                 chosen.append(
@@ -139,23 +139,24 @@ class Registry:
 
     def asked_for(self, want: str) -> tuple[str, ...]:
         """Return the backends that ``want`` names, or else the environment; empty: they are chosen automatically."""
-        named, _ = self._requested(want)
+        named, *_ = self._requested(want)
         return () if named == "auto" else tuple(rung.backend.name for rung in self._parse(named))
 
-    def _requested(self, want: str) -> tuple[str, str]:
-        """Return what is asked for, the environment's override included, and on which evidence."""
+    def _requested(self, want: str) -> tuple[str, str, str]:
+        """Return what is asked for, the environment's override included, on which evidence, and by which variable."""
         if not isinstance(want, str):
             raise ArgumentError(self.layer, "backend", repr(want), "'auto', a name, or a ladder like 'triton:64|torch'")
         load_plugins()
         if want != "auto":
-            return want, "asked for by name"
+            return want, "asked for by name", ""
         named = environment_wishes().get(self.layer, "auto")
-        return named, f"{env.BACKEND}={self.layer}={named}"
+        return named, f"{env.BACKEND}={self.layer}={named}", env.BACKEND
 
-    def _choose_named(self, rungs: tuple[Rung, ...], cfg: Any, device: Device, want: str, evidence: str) -> Choice:
+    def _choose_named(
+        self, rungs: tuple[Rung, ...], cfg: Any, device: Device, want: str, evidence: str, source: str
+    ) -> Choice:
         refused = {r.backend.name: why for r in rungs if (why := r.backend.why_not(cfg, device)) is not None}
         if refused:
-            source = env.BACKEND if evidence.startswith(f"{env.BACKEND}=") else ""
             raise NoBackendError(self.layer, cfg, device, want, refused, source)
         return Choice(self.layer, cfg, device, want, rungs, {}, evidence)
 
