@@ -261,9 +261,7 @@ class ModelStep(CapturedSteps):
             With ``cuda_graph=True`` or ``torch_compile``. Otherwise a warning is logged and steps run uncaptured from
             now on.
         """
-        self.check_graphs("ModelStep.capture")
-        graphs = self.graphs
-        assert graphs is not None
+        graphs = self.check_graphs("ModelStep.capture")
         self._drop_stale(graphs)
         keys = [self._key(n, mode) for n in (self.buckets if buckets is None else buckets) for mode in modes]
         keys = [key for key in dict.fromkeys(keys) if key not in graphs]
@@ -403,9 +401,7 @@ class ModelStep(CapturedSteps):
         CaptureError
             With ``cuda_graph=True``. Otherwise a warning is logged, and that bucket runs uncaptured from now on.
         """
-        self.check_graphs("ModelStep.capture_extends")
-        graphs = self.graphs
-        assert graphs is not None
+        graphs = self.check_graphs("ModelStep.capture_extends")
         self._drop_stale(graphs)
         fresh = [key for key in dict.fromkeys(keys) if key not in graphs and key not in self.broken]
         if fresh:

@@ -54,11 +54,12 @@ class CapturedSteps:
         self.notes: list[str] = []
         self.off = ""
 
-    def check_graphs(self, called: str) -> None:
-        """Raise :class:`ArgumentError` if nothing can be captured, naming what was called."""
+    def check_graphs(self, called: str) -> CudaGraphs:
+        """Return the graphs; raise :class:`ArgumentError` if nothing can be captured, naming what was called."""
         if self.graphs is None:
             accepted = "'auto' or True for a model on CUDA whose ranks communicate by NCCL; or graphs of your own"
             raise ArgumentError(called, "cuda_graph", self.off, accepted)
+        return self.graphs
 
     def kind_of(self, key: Any) -> Hashable:
         """Return what of a graph's key decides whether it can be captured."""
