@@ -236,8 +236,7 @@ def _layers() -> Iterator[Part]:
         "small_ops.turns": "15: rows 18, 24",
         "fused_moe": "16: rows 6, 8",
         "weight_only": "15: row 26",
-        "drawn.gqa": "15: 3, ragged batches",
-        "drawn.mla": "15: 3, ragged batches",
+        "drawn": "15: 3, ragged batches",
         "products": "15: rows 26, 32, 42, 44, 46, 47",
     }
     for name, part, only, took in points:

@@ -10,28 +10,24 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 
 from fastlayers.tuning.table import SHIPPED
+from fastlayers_server.cli import app
 from fastlayers_server.tune_command import Job, jobs_of_models, jobs_of_shapes
 
 ROOT = Path(__file__).parents[2]
-ALONE = ("--quick",)  # options without a value
 
 
 def jobs(command: str) -> list[Job]:
-    """Return the shapes that a part's ``fastlayers tune`` times."""
-    words, models, options = shlex.split(command)[2:], list[str](), dict[str, list[str]]()
-    while words:
-        word = words.pop(0)
-        if not word.startswith("--"):
-            models.append(word)
-        elif word not in ALONE:
-            options.setdefault(word, []).append(words.pop(0))
-    layer = options["--layer"][0]
-    if not models:
-        return jobs_of_shapes(layer, options.get("--shape", []))
-    kv_dtype = torch.float8_e4m3fn if options.get("--kv-dtype") == ["e4m3"] else None
-    return jobs_of_models(models, int(options.get("--tp", ["1"])[0]), 1, [layer], kv_dtype)
+    """Return the shapes that a part's ``fastlayers tune`` times, its arguments read as the command line reads them."""
+    commands: Any = typer.main.get_command(app)
+    given = commands.commands["tune"].make_context("tune", shlex.split(command)[2:]).params
+    (layer,) = given["layer"]
+    if not given["models"]:
+        return jobs_of_shapes(layer, given["shape"] or [])
+    kv_dtype = torch.float8_e4m3fn if given["kv_dtype"] == "e4m3" else None
+    return jobs_of_models(given["models"], given["tp"], given["ep"], [layer], kv_dtype)
 
 
 def test_every_shipped_ladder_has_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
