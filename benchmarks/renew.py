@@ -67,9 +67,9 @@ def expected(part: Part) -> int:
 def limit(part: Part) -> float:
     """Return the seconds after which it is ended: a machine with fewer cores takes longer than the last one did.
 
-    Packages may have been built when the last one came to it, and may not be now.
+    Packages may have been built when the last one came to it, and may not be now, beside others that build as well.
     """
-    return 1.5 * max(expected(part), part.seconds) + (110 if set(part.needs) & set(PACKAGES) else 20)
+    return 1.5 * max(expected(part), part.seconds) + (240 if set(part.needs) & set(PACKAGES) else 20)
 
 
 def command_of(part: Part, folder: Path, workers: int) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from fastlayers.device import as_device
-from fastlayers.registry import LAYERS, UnverifiedBackend, registry
+from fastlayers.registry import LAYERS, registry
 from fastlayers.testing.parity import check_capture, check_parity
 from fastlayers.testing.spec import spec_of
 
@@ -40,8 +40,8 @@ def test_parity(layer: str, backend: str, case: str) -> None:
 def skip_if_refused(layer: str, backend: str, case: str) -> None:
     """Skip with the backend's own sentence."""
     row, chosen = registry(layer).named(backend), spec_of(layer).case(case)
-    if isinstance(row.target, type) and issubclass(row.target, UnverifiedBackend):
-        pytest.skip(f"{layer}/{backend}: {row.target.reason}")
+    if row.guard:
+        pytest.skip(f"{layer}/{backend}: {row.guard}")
     if (why := row.why_not(chosen.cfg, as_device("cuda"))) is not None:
         pytest.skip(f"{layer}/{backend}: {why}")
 

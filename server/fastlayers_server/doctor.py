@@ -122,10 +122,10 @@ def _lent(target: device_module.Device, own: int) -> str:
 
 def _layer(layer: str, target: device_module.Device) -> dict[str, Any]:
     rows = fastlayers.backends(layer, device=target)
-    return {
-        "works": [row.name for row in rows if row.hardware and row.installed],
-        "disabled": {row.name: row.reason for row in rows if not (row.hardware and row.installed)},
-    }
+    ranked = importlib.import_module("fastlayers.registry").registry(layer).ranked
+    guards = {backend.name for backend in ranked if backend.guard}
+    works = [row.name for row in rows if row.hardware and row.installed and row.name not in guards]
+    return {"works": works, "disabled": {row.name: row.reason for row in rows if row.name not in works}}
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,7 @@ class Trial:
 def trials(device: str, only: Sequence[str] = ()) -> Iterator[Trial]:
     """Run every backend that can run here on one small case of its layer, against the reference.
 
+    Guards, which have no kernels, are left out.
     The first of the layer's cases that the backend accepts is taken: a small one if there is one.
     """
     registry = importlib.import_module("fastlayers.registry")
@@ -155,7 +156,7 @@ def trials(device: str, only: Sequence[str] = ()) -> Iterator[Trial]:
             accepted = [case for case in spec_of(layer).cases if backend.why_not(case.cfg, target) is None]
             # An empty case proves nothing.
             full = [case for case in accepted if "empty" not in case.name]
-            if backend.name == "reference" or not full:
+            if backend.name == "reference" or backend.guard or not full:
                 continue
             case, begin = min(full, key=lambda case: not case.small), time.perf_counter()
             try:

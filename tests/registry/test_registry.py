@@ -10,6 +10,7 @@ import pickle
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -431,3 +432,14 @@ def test_rows_for_hardware_not_at_hand_are_guards(layer: str, name: str) -> None
     assert all("not run on this hardware" in row.reason and not row.automatic for row in rows.values())
     with pytest.raises(NoBackendError, match="never been run on sm_100"):
         registry(layer).named(name).load()(spec_of(layer).cases[0].cfg)
+
+
+def test_a_guard_asked_for_by_name_is_refused_as_it_was_asked_for() -> None:
+    case = next(case for case in spec_of("fused_moe").cases if case.name == "fp8")
+    row = registry("fused_moe").named("flashinfer_cutlass")
+    able = replace(row, needs=(), refuse=lambda cfg, device: None)
+    layer = replace(registry("fused_moe"), ranked=[able])
+    with pytest.raises(NoBackendError, match="backend='flashinfer_cutlass'") as raised:
+        layer.choose(case.cfg, "cpu", "flashinfer_cutlass")
+    assert raised.value.refused == {"flashinfer_cutlass": row.guard} and "this row is a guard" in row.guard
+    assert not registry("fused_moe").named("triton").guard

@@ -18,6 +18,7 @@ from fastlayers import env, tuning
 from fastlayers.device import as_device
 from fastlayers.errors import ArgumentError, FastlayersError, UnknownModelError
 from fastlayers.registry import Backend, plugins, registry
+from fastlayers.registry.backend import UnbuiltBackend
 from fastlayers_server import known_models
 from fastlayers_server.cli import app
 from fastlayers_server.random_models import random_model
@@ -353,6 +354,15 @@ def test_doctor_runs_every_backend_that_can_run_here() -> None:
     ran = {(trial["layer"], trial["backend"]) for trial in report["trials"]}
     assert {("rms_norm", "triton"), ("rms_norm", "torch"), ("bmm", "torch")} <= ran
     assert all(trial["ok"] for trial in report["trials"]) and report["ok"]
+
+
+def test_doctor_neither_runs_a_guard_nor_calls_it_working(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranked = registry("bmm").ranked
+    guard = replace(ranked[0], name="played", target=UnbuiltBackend, needs=(), refuse=lambda cfg, device: None)
+    monkeypatch.setattr(registry("bmm"), "ranked", [guard, *ranked])
+    report = json.loads(run("doctor", "--run", "--layer", "bmm", "--json"))
+    assert "played" not in {trial["backend"] for trial in report["trials"]}
+    assert "played" not in report["layers"]["bmm"]["works"] and "played" in report["layers"]["bmm"]["disabled"]
 
 
 @pytest.mark.usefixtures("two_backends")

@@ -88,6 +88,12 @@ class Backend:
     repeats_on: tuple[str, ...] = ()
     about: Callable[[Any, Device], str] | None = None
 
+    @property
+    def guard(self) -> str:
+        """Why it has no kernels: a row that says what it would need, and cannot be constructed; empty: it has some."""
+        is_guard = isinstance(self.target, type) and issubclass(self.target, UnverifiedBackend)
+        return str(getattr(self.target, "reason", "")) if is_guard else ""
+
     def serves(self, phase: str) -> bool:
         """Return whether it serves this phase of attention (``""``: a layer without phases, or all of them)."""
         return not self.phases or phase in self.phases

@@ -156,7 +156,8 @@ class Registry:
         self, rungs: tuple[Rung, ...], cfg: Any, device: Device, want: str, evidence: str, source: str
     ) -> Choice:
         refused = {r.backend.name: why for r in rungs if (why := r.backend.why_not(cfg, device)) is not None}
-        if refused:
+        guards = {r.backend.name: r.backend.guard for r in rungs if r.backend.guard}
+        if refused := refused or guards:
             raise NoBackendError(self.layer, cfg, device, want, refused, source)
         return Choice(self.layer, cfg, device, want, rungs, {}, evidence)
 
