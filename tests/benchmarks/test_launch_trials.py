@@ -140,6 +140,19 @@ def test_a_plain_launch_waits_and_lets_the_next_one_start(rotary: Any, monkeypat
     assert found == {"early": usual, "plain": {"PDL": True}, "apart": {"PDL": False}}
 
 
+def test_ways_of_a_prompts_rows_have_the_librarys_bits(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "prompt_rows.py", "--check")
+    assert {row["op"] for row in rows} == {"scatter", "activate", "norm"} and all(row["same"] for row in rows)
+    assert sum(row["way"].startswith("blocks of") for row in rows) == 10
+
+
+def test_rows_of_a_prompt_without_time_are_left_out(
+    imported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = without_time(imported("prompt_rows"), tmp_path, monkeypatch, "--check")
+    assert [row["op"] for row in left] == ["scatter", "activate"] * 2 + ["norm"]
+
+
 @pytest.mark.slow
 def test_launches_compile_without_spilling() -> None:
     roots = {"PYTHONPATH": os.pathsep.join(ROOTS), "TRITON_INTERPRET": "0"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 import fastlayers as fl
 from fastlayers.errors import ArgumentError
 from fastlayers.runtime import launch
+from fastlayers.tuning import clock
 from fastlayers_server.ablation import SWITCHES, Stack, _Undependent, relative_rms, replaced, stack_of, switch_row
 from fastlayers_server.cli import app
 from fastlayers_server.known_models import DEEPSEEK_V3, GPT_OSS_20B
@@ -198,3 +200,25 @@ def test_the_table_shows_what_ran_and_why_the_rest_did_not() -> None:
     (line,) = [line for line in found.output.splitlines() if "router in one kernel" in line]
     off, on, ratio = (float(cell) for cell in line.split("│")[4:7])
     assert off > 0 and on > 0 and ratio == pytest.approx(off / on, rel=0.01)
+
+
+def test_the_median_of_several_captures_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way is captured several times, by turns; where buffers lie makes one capture slower than the next."""
+    prepared = list[str]()
+    captures = iter((10.0, 100.0, 30.0, 120.0, 20.0, 110.0))
+
+    class Played:
+        def prepare(self, call: Any) -> tuple[str, float]:
+            prepared.append(call())
+            return prepared[-1], next(captures)
+
+        def measure(self, calls: dict[str, Any], rounds: int) -> dict[str, Any]:
+            return {name: SimpleNamespace(us=us) for name, (_, us) in calls.items()}
+
+    monkeypatch.setattr(clock, "clock_for", lambda device: Played())
+    calls = {"off": lambda: "off", "on": lambda: "on"}
+    found = clock.measure_captures(calls, torch.device("cuda"), 3, rounds=1)
+    assert found == {"off": [10.0, 30.0, 20.0], "on": [100.0, 120.0, 110.0]}
+    assert prepared == ["off", "on"] * 3
+    captures = iter((1.0, 2.0))
+    assert clock.measure_captures(calls, torch.device("cpu"), 3, rounds=1) == {"off": [1.0], "on": [2.0]}

@@ -232,3 +232,16 @@ def clock_for(device: torch.device | str, cold: bool = True) -> Clock:
     """Return the clock of a device."""
     place = torch.device(device)
     return CudaClock(place, cold) if place.type == "cuda" else HostClock()
+
+
+def measure_captures(
+    calls: Mapping[str, Call], device: torch.device, captures: int, rounds: int
+) -> dict[str, list[float]]:
+    """Return the median microseconds of so many captures of each call, all of them in turns; one on a CPU.
+
+    Captures of the same launches differ by where their buffers lie.
+    """
+    clock, count = clock_for(device), captures if device.type == "cuda" else 1
+    ready = {f"{name} {index}": clock.prepare(call) for index in range(count) for name, call in calls.items()}
+    found = clock.measure(ready, rounds)
+    return {name: [found[f"{name} {index}"].us for index in range(count)] for name in calls}
