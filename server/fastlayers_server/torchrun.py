@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -49,7 +50,9 @@ def launch(arguments: Sequence[str], told: Callable[[str], None]) -> int:
     signal.signal(signal.SIGUSR1, _ask_all)
     logging.disable(logging.ERROR)
     try:
-        main(arguments)
+        # It makes a folder for logs that it writes none to, and leaves it; a later --log-dir is the caller's own.
+        with tempfile.TemporaryDirectory(prefix="fastlayers_ranks_", ignore_cleanup_errors=True) as logs:
+            main(["--log-dir", logs, *arguments])
     except ChildFailedError as error:
         # Of those of the same second a signal is the cause of the others, unless it is torchrun's own.
         rank, first = min(

@@ -390,12 +390,15 @@ def test_processes_that_fail_say_why_without_torchruns_report(
     asked = ["generate", "hi", "--checkpoint", str(tmp_path), "--tp", "2", "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", ["fastlayers", *asked])
     monkeypatch.setattr(subprocess, "run", functools.partial(subprocess.run, timeout=240))
+    monkeypatch.setenv("TMPDIR", str(folder := tmp_path / "temporary"))
+    folder.mkdir()
     with pytest.raises(SystemExit) as ended:
         main()  # which starts the processes; what they write is captured with their descriptors
     shown, errors = capfd.readouterr()
     assert ended.value.code == 1 and shown == ""
     (said,) = set(errors.splitlines())
     assert said.startswith("error: ") and "model_type 'mamba' is unknown" in said
+    assert not [path.name for path in folder.iterdir() if "torchelastic" in path.name or "fastlayers" in path.name]
 
 
 def test_more_ranks_than_heads_are_refused_before_any_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
