@@ -7,6 +7,7 @@ that what compiles here is what runs there. Shapes are those of the layers' own 
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import pkgutil
@@ -22,6 +23,7 @@ import torch
 import fastlayers as fl
 from fastlayers.attention.buckets import ExtendBucket
 from fastlayers.attention.gqa import cases as gqa_cases
+from fastlayers.attention.gqa import flashinfer as gqa_flashinfer
 from fastlayers.attention.meta import AttentionBatch, AttentionState
 from fastlayers.attention.mla import cases as mla_cases
 from fastlayers.attention.mla.joined_heads import join_heads
@@ -491,6 +493,7 @@ def builds() -> list[KernelBuild]:
         _attention(recorder)
         _ranks(recorder)
         _patched(recorder)
+        _packages(recorder)
     # The other experts' columns are no whole turns: plans with wgmma run as their twins there.
     plans = [*(mxfp4_plans.plan_for(tokens, 2880, 2880) for tokens in (1, 16, 64, 128, 256)), *mxfp4_plans.HELD]
     plans.append(mxfp4_plans.plan_for(1, mxfp4_plans.MAX_HELD + 1, 2880))
@@ -499,12 +502,36 @@ def builds() -> list[KernelBuild]:
     return [*recorder.builds.values(), *hopper]
 
 
+def _packages(recorder: Any) -> None:
+    """Launch what goes around other packages' kernels."""
+    numbers = _empty(4, 40, dtype=torch.int32)
+    recorder.label = "flashinfer-pack"
+    gqa_flashinfer._pack_kernel[(4, 1)](
+        numbers, _empty(5, dtype=torch.int32), _empty(160, dtype=torch.int32), 40, BLOCK=256, num_warps=4
+    )
+    for heads, width, sinks in ((64, 64, True), (32, 128, False)):
+        recorder.label = f"flashinfer-finish-{heads}x{width}"
+        o, lse = _empty(16, heads, width, dtype=BF16), _empty(16, heads, dtype=FP32)
+        gqa_flashinfer.finish(o, lse, _empty(heads, dtype=FP32) if sinks else None)
+
+
 def kernels() -> set[tuple[str, str]]:
     """Return every kernel that the library launches, as module and name."""
     found = set()
     for module in pkgutil.walk_packages(fl.__path__, "fastlayers."):
-        if ".triton" in module.name or ".gluon" in module.name:
-            for each in vars(importlib.import_module(module.name)).values():
-                if isinstance(each, Kernel):
-                    found.add((each.__module__, each.__name__))
+        for each in vars(importlib.import_module(module.name)).values():
+            if isinstance(each, Kernel):
+                found.add((each.__module__, each.__name__))
     return found
+
+
+def launched_without_kernel(sources: Iterable[str]) -> set[str]:
+    """Return functions of ``triton.jit`` that sources launch by themselves: what is no ``Kernel`` is not recorded."""
+    jitted, launched = set[str](), set[str]()
+    for node in (node for source in sources for node in ast.walk(ast.parse(source))):
+        if isinstance(node, ast.FunctionDef):
+            how = [ast.unparse(each).partition("(")[0].rpartition(".")[2] for each in node.decorator_list]
+            jitted |= {node.name} if "jit" in how else set()
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+            launched.add(ast.unparse(node.func.value).rpartition(".")[2])
+    return jitted & launched
