@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ablation_rows
 from performance_rows import OURS, last_runs
 
 from fastlayers.attention.buckets import SHORT_CONTEXT
@@ -33,6 +34,11 @@ OURS_OR_TORCH = (*OURS, "torch")
 FEW_ROWS = 16
 # Seconds by which a capture may be the longer one.
 CAPTURES_DIFFER = 0.05
+# What two chunks of a prefix may take of one shot, the least share of the memory's rate of steps that read many keys,
+# and of the floor's rate of whole steps: less is not what the items are for.
+CHUNKS, READING, WHOLE = 1.05, 0.85, 0.5
+# Percent of a step that an optimisation may lose that is off by default.
+MOST_LOST = 10.0
 # Optimisations of the ablation that may lose, as nobody gets them unasked, and what they are for.
 OFF_BY_DEFAULT = {
     "absorbed products of FP8 codes, not of a bf16 copy": "off by default (`fp8_absorb=False`): what it gains is "
@@ -190,7 +196,9 @@ def pages() -> Found:
         f"pages of {row['page']}: one shot {row['mha_one_shot_us'] / 1e3:.2f} ms, two chunks "
         f"{row['mha_chunked_us'] / 1e3:.2f}, latents {row['mqa_us'] / 1e3:.2f}" for row in rows
     ]  # fmt: skip
-    return Said("; ".join(told)) if {row["page"] for row in rows} == {1, 16, 64} else None
+    late = [str(row["page"]) for row in rows if row["mha_chunked_us"] > CHUNKS * row["mha_one_shot_us"]]
+    missing = f"chunks take over {CHUNKS} × one shot with pages of {', '.join(late)}" if late else ""
+    return Said("; ".join(told), missing) if {row["page"] for row in rows} == {1, 16, 64} else None
 
 
 def three_axes() -> Found:
@@ -211,17 +219,21 @@ def three_axes() -> Found:
 
 def tensor_cores() -> Found:
     """Item 22: the share of the memory's rate with few query heads a key head, where a threshold would turn."""
-    told: dict[int, str] = {}
+    told, low = dict[int, str](), list[int]()
     for group in (1, 2, 4):
-        rows = [
-            row for row in read("performance/gqa.jsonl")
-            if row.get("auto") and (row["tokens"], row["context"]) == (32 if group < 4 else 64, 4096)
-            and f"num_heads=32, num_kv_heads={32 // group}, head_dim=128" in row["cfg"] and not row.get("ragged")
+        rows = {
+            row["tokens"]: row["of_memory"] for row in read("performance/gqa.jsonl")
+            if row.get("auto") and row["context"] == 4096 and not row.get("ragged")
+            and f"num_heads=32, num_kv_heads={32 // group}, head_dim=128" in row["cfg"]
             and "kv_dtype=torch.bfloat16" in row["cfg"] and "page_size=64" in row["cfg"] and "decode" in row["cfg"]
-        ]  # fmt: skip
-        if rows:
-            told[group] = f"{group} query heads a key head: {rows[-1]['of_memory']:.0%} of the memory's rate"
-    return Said("; ".join(told.values())) if len(told) == 3 else None
+        }  # fmt: skip
+        many = 32 if group < 4 else 64
+        if many in rows:
+            alone = f", of one request {rows[1]:.0%}" if 1 in rows else ""
+            told[group] = f"{group} query heads a key head: {rows[many]:.0%} of the memory's rate{alone}"
+            low += [group] if rows[many] < READING else []
+    missing = f"below {READING:.0%} with {', '.join(map(str, low))} query heads a key head" if low else ""
+    return Said("; ".join(told.values()), missing) if len(told) == 3 else None
 
 
 def schedules() -> Found:
@@ -301,16 +313,21 @@ def rotations() -> Found:
 
 
 def switched(words: str) -> Found:
-    """Return what the ablation says of an optimisation, by model and batch; of several runs of one the last counts."""
-    rows = [row for row in read("ablation_h200.jsonl") if words in row.get("what", "") and "ratio" in row]
-    if not rows:
+    """Return what the ablation says of an optimisation, by model and batch; what captures differ by says nothing."""
+    runs, found = ablation_rows.rows(RESULTS / "ablation_h200.jsonl")
+    whats = sorted({row["what"] for row in found if words in row["what"] and "ratio" in row})
+    if not whats:
         return None
-    last = {(row["model"].split("/")[1], row["batch"]): row["ratio"] for row in rows}
-    text = "; ".join(f"{model}, {batch}: {ratio:.3f} ×" for (model, batch), ratio in last.items())
-    less = [100 * (1 - ratio) for ratio in last.values() if ratio < 1]
-    if less and (why := OFF_BY_DEFAULT.get(rows[0]["what"])) is not None:
+    columns = dict.fromkeys((row["model"], row["batch"]) for row in found)
+    own = {each: ablation_rows.of_last_commit(runs, found, whats[0], each) for each in columns}
+    ratios = {column: ablation_rows.ratio_of(measured) for column, measured in own.items() if measured}
+    told = {(model, batch): f"{model.split('/')[1]}, {batch}" for model, batch in ratios}
+    text = "; ".join(f"{told[column]}: {ratio:.3f} ×" for column, ratio in ratios.items())
+    least = {column: 1 - max(NEVER_SLOWER - 1, ablation_rows.noise(runs, found, column)[2]) for column in ratios}
+    less = [100 * (1 - ratio) for ratio in ratios.values() if ratio < 1]
+    if less and (why := OFF_BY_DEFAULT.get(whats[0])) is not None and round(max(less), 1) <= MOST_LOST:
         return Said(text, "", f"loses {_range(less, 1)} % of a step: {why}")
-    slow = [f"{model}, {batch}" for (model, batch), ratio in last.items() if ratio < 2 - NEVER_SLOWER]
+    slow = [told[column] for column, ratio in ratios.items() if ratio < least[column]]
     return Said(text, f"a step is slower with it: {'; '.join(slow)}" if slow else "")
 
 
@@ -440,7 +457,8 @@ def deepseek() -> Found:
     steps = [f"{row['batch']}: {row['us'] / 1e3:.2f} ms ({row['of_floor']:.0%} of the floor's rate)" for row in model]
     others = f"{whole[1]} dense layers and {layers[-1] - whole[1]} with all {whole[0]}"
     text += f"; another model, `bench model` of {others}: "
-    return Said(text + ", ".join(steps))
+    slow = [str(row["batch"]) for row in model if row["of_floor"] < WHOLE]
+    return Said(text + ", ".join(steps), f"below {WHOLE:.0%} of the floor's rate: {', '.join(slow)}" if slow else "")
 
 
 def suite() -> Found:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / name) for name in ("models", "server"))]
+from ablation_rows import Row, noise, of_last_commit, ratio_of, rows  # noqa: E402
 from systems_figures import OFF_BY_DEFAULT  # noqa: E402
 from systems_items import FIGURES  # noqa: E402
 
@@ -21,71 +22,59 @@ MISSING = "not measured yet"
 # Why a ratio is below what its source quotes, which is for a whole model on eight GPUs or four, at other widths.
 REASONS = {
     "q_a and kv_a in one product": "all experts and heads are on one GPU here: their weights take most of a step",
-    "RoPE and the cache's write in one launch": "as above; GPT-OSS at 32 requests is within the spread",
+    "RoPE and the cache's write in one launch": "as above",
     "router in one kernel": "at 32 requests reading the experts' weights takes most of a step",
     "dependent launches": "layers of full width wait for their weights, not for launches",
     "captured steps": "at 32 requests the GPU works longer, and the host's time is the same",
-    "sinks inside attention": "both ways the sink costs nothing, which is what it is for",
-    "norms of q and latent on two streams": "no gain that could be measured: both norms take a microsecond",
-    "routed factor in the sum over experts": "no gain that could be measured",
+    "sinks inside attention": "without: no sink at all, so that this is what a sink costs",
+    "norms of q and latent on two streams": "both norms take a microsecond",
     "padding kept out of the experts, half of the rows": "GPT-OSS: 16 rows draw 28 of 32 experts: as good as all",
-    "tuned experts": "the rule's own choice is within a percent of the table's at these sizes",
-    "activation that writes FP8 rows": "no gain that could be measured",
+    "tuned experts": "quoted at 512 tokens; at 1 and 32 the rule's own choice is nearly the table's",
     **OFF_BY_DEFAULT,
     "tuned FP8 products": "without packages the ladder holds our own kernels only",
 }
-# Lines whose way "with" is another step than the others': timed from the host, of fewer rows, or off by default.
-OTHER_STEPS = {
-    "captured steps", "padding kept out of the experts, half of the rows", "shared expert among the routed",
-    *OFF_BY_DEFAULT,
-}  # fmt: skip
-
-
-def rows() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the runs' descriptions and their rows, each with the place of its run among them."""
-    runs, found = list[dict[str, Any]](), list[dict[str, Any]]()
-    for line in map(json.loads, filter(None, RESULTS.read_text().splitlines())):
-        if "what" in line:
-            found.append(line | {"run": len(runs) - 1})
-        else:
-            runs.append(line)
-    return runs, found
 
 
 def table() -> str:
     """Return the table: an optimisation a line, each model and batch a column."""
-    runs, found = rows()
+    runs, found = rows(RESULTS)
     used = set[int]()
     columns = list(dict.fromkeys((row["model"], row["batch"]) for row in found))
     names = [f"{model.split('/')[1]}, {batch}" for model, batch in columns]
     out = [f"| items | optimisation | quoted | {' | '.join(names)} | where it is less |"]
     out.append("|---|---|---|" + "---|" * (len(columns) + 1))
+    apart = {column: noise(runs, found, column) for column in columns}
     for what in dict.fromkeys(row["what"] for row in found):
         cells, first = [], next(row for row in found if row["what"] == what)
-        for column in columns:
-            # A run of an earlier commit has no row of a switch that came since.
-            # Of several runs the last counts.
-            row = next((r for r in found[::-1] if r["what"] == what and (r["model"], r["batch"]) == column), {})
-            cells.append(f"{row['ratio']:.3f}" if "ratio" in row else "")
-            used |= {row["run"]} if "ratio" in row else set()
-        out.append(f"| {first['items']} | {what} | {first['quoted']} | {' | '.join(cells)} | {REASONS.get(what, '')} |")
-    measured = {row["what"] for row in found}
+        measured = {column: of_last_commit(runs, found, what, column) for column in columns}
+        for column, own in measured.items():  # a run of an earlier commit has no row of a switch that came since
+            cells.append(f"{ratio_of(own):.3f}" if own else "")
+            used |= {row["run"] for row in own}
+        reason = "; ".join(filter(None, [_within(measured, apart), REASONS.get(what, "")]))
+        out.append(f"| {first['items']} | {what} | {first['quoted']} | {' | '.join(cells)} | {reason} |")
     for switch in SWITCHES:
-        if switch.what not in measured:
+        if switch.what not in {row["what"] for row in found}:
             blank = " | ".join([""] * len(columns))
             out.append(f"| {switch.items} | {switch.what} | {switch.quoted} | {blank} | {MISSING} |")
     sources = ", ".join(f"`{runs[each]['command']}` at {runs[each]['commit']}" for each in sorted(used))
-    apart = [f"{name}: {far}" for name, column in zip(names, columns, strict=True) if (far := _apart(found, *column))]
-    told = "Each line captures both ways anew, and captures of one step differ. The step with everything on took, in "
-    told += f"µs, {'; '.join(apart)}. A ratio nearer to 1 than that says nothing."
+    spans = [
+        f"{name}: {low:.1f} to {high:.1f} µs, {far:.1%}"
+        for name, (low, high, far) in zip(names, apart.values(), strict=True) if high
+    ]  # fmt: skip
+    told = '"An image": the source shows the ratio in a picture. Of several runs at one commit the median counts.'
+    if spans:
+        told += " Each line captures both ways anew, and captures of one step differ: the step with everything on lay "
+        told += f"between these, and captures of any one step so far apart: {'; '.join(spans)}."
     return "\n".join(out) + f"\n\n{told}\n\nMade by {sources}, on {runs[0]['device']}, torch {runs[0]['torch']}.\n"
 
 
-def _apart(found: list[dict[str, Any]], model: str, batch: int) -> str:
-    """Return between which times captures of the same step lay, one a line of the table; empty: nothing was timed."""
-    own = [row for row in found if (row["model"], row["batch"]) == (model, batch) and "on_us" in row]
-    times = sorted(row["on_us"] for row in own if row["what"] not in OTHER_STEPS)
-    return f"{times[0]:.1f} to {times[-1]:.1f} ({times[-1] / times[0] - 1:.1%})" if times else ""
+def _within(measured: dict[tuple[str, int], list[Row]], apart: dict[tuple[str, int], tuple[float, float, float]]) -> str:
+    """Return of which columns a line's ratio is nearer to 1 than captures of one step are to each other."""
+    found = [
+        f"{model.split('/')[1]} {batch}" for (model, batch), own in measured.items()
+        if own and abs(ratio_of(own) - 1) <= (far := apart[model, batch][2]) and far
+    ]  # fmt: skip
+    return f"says nothing: {', '.join(found)}" if found else ""
 
 
 def figures() -> tuple[str, dict[int, tuple[str, str]]]:

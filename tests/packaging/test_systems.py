@@ -333,6 +333,29 @@ def test_the_last_run_of_a_point_counts_and_its_commit_is_named(
     assert states[45][1] == "done"
     put(runs[0], gate | {"batch": 1, "ratio": 1.5}, runs[1], gate | {"batch": 1, "ratio": 0.969})
     assert tool.figures()[1][28][1] == "not done: a step is slower with it: A, 1"
+    put(runs[1], codes | {"batch": 1, "ratio": 0.89})
+    assert tool.figures()[1][45][1] == "not done: a step is slower with it: A, 1", "more than it may"
+
+
+def test_several_runs_of_a_commit_count_alike_and_captures_say_what_says_nothing(
+    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def row(what: str, ratio: float, on: float) -> dict[str, Any]:
+        return {"items": "1", "quoted": "an image", "model": "a/A", "batch": 1, "what": what, "ratio": ratio, "on_us": on}
+
+    run = {"command": "c", "commit": "abc", "device": "H200", "torch": "2"}
+    codes = "absorbed products of FP8 codes, not of a bf16 copy"
+    lines = [run, row("x", 1.03, 100.0), row("y", 1.5, 102.0), row(codes, 0.94, 106.0),
+             run | {"command": "again"}, row("x", 1.01, 101.0), row(codes, 0.98, 103.0)]  # fmt: skip
+    (tmp_path / "ablation_h200.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(tool, "RESULTS", tmp_path / "ablation_h200.jsonl")
+    monkeypatch.setattr(sys.modules["systems_figures"], "RESULTS", tmp_path)
+    table = tool.table()
+    # One step's captures lie 2 % apart; those of the step with codes, which is another one, 2.9 %.
+    assert "A, 1: 100.0 to 102.0 µs, 2.9%" in table and "Made by `c` at abc, `again` at abc" in table
+    assert "| 1 | x | an image | 1.020 | says nothing: A 1 |" in table and "| 1 | y | an image | 1.500 |  |" in table
+    assert f"| 1 | {codes} | an image | 0.960 | off by default" in table
+    assert "| A, 1: 0.960 × | loses 4.0 % of a step" in tool.figures()[0]
 
 
 def test_what_is_off_by_default_is_off_and_what_loses_has_a_reason(tool: Any) -> None:
@@ -434,12 +457,15 @@ def test_states_follow_from_figures(tool: Any, tmp_path: Path, monkeypatch: pyte
         (tmp_path / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     assert tool.figures()[1] == {} and state(13)[1] == "not done: by hand"
-    ways = {"mqa_us": 3e3, "mha_one_shot_us": 2e3, "mha_chunked_us": 2.5e3}
+    ways = {"mqa_us": 3e3, "mha_one_shot_us": 2e3, "mha_chunked_us": 2.1e3}
     put("mla_paths_h200.jsonl", *({"page": page, **ways} for page in (64, 16)))
     assert "not done" in state(13)[1]
     put("mla_paths_h200.jsonl", *({"page": page, **ways} for page in (64, 16, 1)), 
         {"chosen": "mqa", "heads": 128, "prefix": 32768, "new": 64, **ways})  # fmt: skip
     assert state(13) == ("`mla_paths_h200.jsonl#page`", "done")
+    put("mla_paths_h200.jsonl", *({"page": page, **ways} for page in (64, 16)), {"page": 1, **ways, "mha_chunked_us": 2.2e3},
+        {"chosen": "mqa", "heads": 128, "prefix": 32768, "new": 64, **ways})  # fmt: skip
+    assert state(13)[1] == "not done: chunks take over 1.05 × one shot with pages of 1"
     evidence, found = state(11)
     assert found == "not done: slower than the other way at 1 of 1 points"
     assert evidence == "`ablation_h200.jsonl#x` `mla_paths_h200.jsonl#chosen`"
