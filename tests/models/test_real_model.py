@@ -21,7 +21,8 @@ import fastlayers as fl
 from fastlayers_models.generate import Generator
 from fastlayers_models.llama import LlamaForCausalLM
 from fastlayers_server.divergence import Yardstick
-from fastlayers_server.variants import E4M3, VARIANTS, FastlayersRunner
+from fastlayers_server.evaluate import evaluate
+from fastlayers_server.variants import E4M3, VARIANTS, FastlayersRunner, named_variants
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 sys.path.insert(0, str(Path(__file__).parent))
@@ -222,13 +223,21 @@ def test_our_perplexity_equals_stock(stock: Stock, own: LlamaForCausalLM) -> Non
 
 @pytest.mark.parametrize("name", [v.name for v in VARIANTS.values() if v.roundings is not None])
 def test_divergence_from_fp32_is_what_the_format_accounts_for(name: str, folder: Path, yardstick: Yardstick) -> None:
-    """The row that ``fastlayers eval`` has for this checkpoint, on text that somebody wrote."""
+    """What ``fastlayers eval`` bounds for this checkpoint, on text that somebody wrote."""
     variant, device = VARIANTS[name], torch.device("cpu")
     if (why := variant.why_not(folder, device)) is not None:
         pytest.skip(why)
     assert variant.roundings is not None
     found, (mean, p99) = yardstick.of(variant.build(folder, device).logits), yardstick.bound(variant.roundings)
     assert found.mean <= mean and found.p99 <= p99 and found.top1 > 0.8
+
+
+def test_eval_has_fp32_rows_of_a_model_never_taught_its_problems(folder: Path) -> None:
+    variants = named_variants(["hf-fp32", "patched-fp32", "fastlayers-fp32"])
+    scores = evaluate(folder, variants, torch.device("cpu"), limit=4, num_stories=2, num_hard=0)
+    assert [score.flips for score in scores] == [None, 0, 0]
+    assert [score.within for score in scores] == [None, True, True]
+    assert all(score.hard_exact_match is None and 1 < score.perplexity < 100 for score in scores)
 
 
 @pytest.mark.parametrize("factor", [1.02, 0.98])
