@@ -86,14 +86,13 @@ def _single() -> Iterator[Part]:
         yield Part(f"patch_plain.{model}", command, "performance/host_time.jsonl", took, target, quiet=True)
     for model, batches, took in (("qwen3_8b", "1", 80), ("qwen3_30b", "1 16", 122)):
         # Patched without graphs: patch_plain.
-        variants = "--variants stock stock_best graph"
+        variants = "--variants stock stock_best graph overlap"
         command = f"benchmarks/patch_gpu.py --model {model} --batch {batches} {variants} --json {{out}}"
         result, target = f"performance/patch_{model}.jsonl", "16: row 9; 12: rows 5"
         yield Part(f"patch_{model}", command, result, took, target, quiet=True)
     for model, batches, took in (("qwen3_8b", "1", 40), ("qwen3_30b", "1 16", 60)):
-        command = (
-            f"benchmarks/patch_gpu.py --model {model} --batch {batches} --variants graph --rounds 3 --json {{out}}"
-        )
+        flags = f"--model {model} --batch {batches} --variants graph overlap --rounds 3"
+        command = f"benchmarks/patch_gpu.py {flags} --json {{out}}"
         yield Part(f"patch_replays.{model}", command, "patch_replays_h200.jsonl", took, "16: row 9, replays alone")
     for model, took in (("qwen3_8b", 33), ("qwen3_30b", 47)):
         shapes = "1x16 1x128 1x512 1x2048 1x8192"

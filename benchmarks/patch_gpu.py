@@ -7,6 +7,7 @@ weights stand side by side, one patched, and all variants alternate in one proce
     stock_best     static cache and transformers' own torch.compile
     patched        fl.patch(model, cuda_graph=True) with disable_compile=True: our step without its graph
     graph          fl.patch(model, cuda_graph=True)
+    overlap        fl.patch(model, cuda_graph=True, overlap=True)
 
 A step is (time of 40 new tokens - time of 8) / 32. The graph's replay is timed by itself; what remains of its step is
 the host's. Floors: bytes that one step must read (weights in use, cached rows) over the rate of a copy; for experts,
@@ -69,6 +70,7 @@ PROMPT, SHORT, LONG = 128, 8, 40
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 VARIANTS: dict[str, dict[str, Any]] = {
     "stock": {}, "stock_best": {"cache_implementation": "static"}, "patched": {"disable_compile": True}, "graph": {},
+    "overlap": {},
 }  # fmt: skip
 
 
@@ -95,6 +97,13 @@ def seconds(model: Any, ids: torch.Tensor, new: int, options: dict[str, Any]) ->
     )  # fmt: skip
     torch.cuda.synchronize()
     return time.perf_counter() - begin, out[:, ids.shape[1] :]
+
+
+def by(variant: str, models: dict[str, Any]) -> Any:
+    """Return the model of a variant, which overlaps steps from now on, or not."""
+    if (driver := decode.driver_of(models[variant])) is not None:
+        driver.overlapping = variant == "overlap"
+    return models[variant]
 
 
 def step_ms(model: Any, ids: torch.Tensor, options: dict[str, Any]) -> float:
@@ -195,11 +204,11 @@ def measure(args: argparse.Namespace, name: str, batch: int, models: dict[str, A
     for variant in args.variants:
         # Compiles, captures, allocates.
         for _ in range(2):
-            _, tokens[variant] = seconds(models[variant], ids, LONG, VARIANTS[variant])
+            _, tokens[variant] = seconds(by(variant, models), ids, LONG, VARIANTS[variant])
         print(f"{name} batch {batch}: {variant} is warm", file=sys.stderr, flush=True)
     for _ in range(args.rounds):
         for variant in args.variants:
-            times[variant].append(step_ms(models[variant], ids, VARIANTS[variant]))
+            times[variant].append(step_ms(by(variant, models), ids, VARIANTS[variant]))
     uncaptured = "stock" if "stock" in models else "patched"
     active = active_experts(models[uncaptured], ids, VARIANTS[uncaptured])
     row: dict[str, Any] = {
@@ -239,7 +248,7 @@ def main() -> None:
     for name in args.model:
         ours = build(name)
         print(fl.patch(ours, cuda_graph=True).summary(), file=sys.stderr)
-        models = {"patched": ours, "graph": ours}
+        models = dict.fromkeys(("patched", "graph", "overlap"), ours)
         if {"stock", "stock_best"} & set(args.variants):
             models["stock"] = models["stock_best"] = build(name)
         for batch in args.batch:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import fastlayers as fl
-from fastlayers.patching import decode, mla
+from fastlayers.patching import capturable, decode, mla
 from fastlayers.patching.capturable import fingerprint, why_not_root
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -214,7 +214,7 @@ def test_a_long_prompt_on_a_cpu_runs_stocks_operations(name: str) -> None:
 
 
 def test_what_a_call_of_generate_looks_through_costs_little_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "check_capturable", lambda roots: None)
+    monkeypatch.setattr(capturable, "check_capturable", lambda roots: None)
     monkeypatch.setattr(decode, "attach", partial(decode.attach, make_graphs=eager_graphs))
     calls = []
     for layers in (4, 12):

@@ -20,7 +20,7 @@ import fastlayers as fl
 from fastlayers.attention.gqa.config import GQAConfig
 from fastlayers.errors import ArgumentError, NoBackendError
 from fastlayers.moe.fused_moe.layer import FUSED_MOE
-from fastlayers.patching import block, decode, prefill
+from fastlayers.patching import block, capturable, decode, prefill
 from fastlayers.patching.classes import PREFIX
 from fastlayers.patching.decoder import FastDecoderLayer
 from fastlayers.patching.paged import PagedCache
@@ -40,11 +40,11 @@ FAMILIES += [pytest.param(name, marks=pytest.mark.slow) for name in ("v2", "qwen
 @pytest.fixture(autouse=True)
 def graphs_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``patch(cuda_graph=True)`` work on a CPU; the check itself is tested through ``CHECK``."""
-    monkeypatch.setattr(decode, "check_capturable", lambda roots: None)
+    monkeypatch.setattr(capturable, "check_capturable", lambda roots: None)
     monkeypatch.setattr(decode, "attach", partial(decode.attach, make_graphs=eager_graphs, core="torch"))
 
 
-CHECK = decode.check_capturable
+CHECK = capturable.check_capturable
 
 
 @torch.inference_mode()
@@ -426,7 +426,7 @@ def test_a_failing_patch_leaves_no_driver(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_a_cpu_has_no_graphs(monkeypatch: pytest.MonkeyPatch, dry_run: bool) -> None:
-    monkeypatch.setattr(decode, "check_capturable", CHECK)
+    monkeypatch.setattr(capturable, "check_capturable", CHECK)
     model = build("qwen3")
     before = sorted(model.__dict__)
     with pytest.raises(ArgumentError, match=r"cuda_graph.*the model is on cpu.*a model on a CUDA device"):

@@ -16,7 +16,7 @@ import transformers
 from transformers.models.llama4 import modeling_llama4
 
 import fastlayers as fl
-from fastlayers.patching import decode, plan
+from fastlayers.patching import capturable, decode, plan
 from fastlayers.patching.prefill import ExtendKey
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -74,7 +74,7 @@ def run(model: Any, batch: int, pads: tuple[int, ...] = ()) -> tuple[torch.Tenso
 
 @pytest.fixture
 def graphs_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "check_capturable", lambda roots: None)
+    monkeypatch.setattr(capturable, "check_capturable", lambda roots: None)
     monkeypatch.setattr(decode, "attach", partial(decode.attach, make_graphs=eager_graphs, core="torch"))
 
 

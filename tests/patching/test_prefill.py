@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fastlayers as fl
-from fastlayers.patching import decode
+from fastlayers.patching import capturable, decode
 from fastlayers.patching.experts import FastExperts
 from fastlayers.patching.mla import FastMLA
 from fastlayers.patching.paged import CacheStore
@@ -27,7 +27,7 @@ from tiny import CONFIGS, build, eager_graphs, prompt
 
 @pytest.fixture(autouse=True)
 def graphs_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "check_capturable", lambda roots: None)
+    monkeypatch.setattr(capturable, "check_capturable", lambda roots: None)
     monkeypatch.setattr(decode, "attach", partial(decode.attach, make_graphs=eager_graphs))
 
 

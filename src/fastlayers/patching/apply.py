@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch import nn
 
 from fastlayers.errors import ArgumentError, PatchError, check_choice, check_plain, describe
-from fastlayers.patching import decode
+from fastlayers.patching import capturable, decode
 from fastlayers.patching.classes import swap, unswap
 from fastlayers.patching.families import MODEL_TYPES
 from fastlayers.patching.mla import FastMLA
@@ -41,6 +41,7 @@ def patch(
     strict: bool = False,
     dry_run: bool = False,
     fp8_math: bool = False,
+    overlap: bool = False,
 ) -> PatchReport:
     """Make a Hugging Face model run on fastlayers, in place; :func:`unpatch` undoes it.
 
@@ -72,6 +73,9 @@ def patch(
         Only report what would be done.
     fp8_math : bool
         ``False``. It is of FP8 caches, and a patched model's hold its dtype; ``fastlayers_models`` has both.
+    overlap : bool
+        With ``cuda_graph``: launch the next greedy step before Hugging Face's loop has read the token of the last, and
+        again where it asks for another one. One step more may run at the end of an answer.
 
     Returns
     -------
@@ -105,21 +109,24 @@ def patch(
             "attention": attention, "moe": moe, "linear": linear, "norm": norm, "mlp": mlp, "backend": backend,
             "fuse_projections": fuse_projections, "cache": cache, "cuda_graph": cuda_graph, "include": include,
             "exclude": exclude, "verify": verify, "strict": strict, "dry_run": dry_run,
-            "fp8_math": fp8_math,
+            "fp8_math": fp8_math, "overlap": overlap,
         }
     )  # fmt: skip
     if not isinstance(model, nn.Module):
         raise ArgumentError("patch", "model", type(model).__name__, "an nn.Module")
-    return _patch(_unwrap(model), options, cuda_graph, dry_run)
+    return _patch(_unwrap(model), options, cuda_graph, dry_run, overlap)
 
 
 def _options(given: Mapping[str, Any]) -> Options:
     """Return the arguments of :func:`patch`, checked as far as they can be without a model."""
     check_choice("patch", "cache", given["cache"], ("adopt", "hf"))
     check_choice("patch", "verify", given["verify"], ("layer", False))
-    flags = ("fuse_projections", "cuda_graph", "strict", "dry_run")
+    flags = ("fuse_projections", "cuda_graph", "strict", "dry_run", "overlap")
     check_plain("patch", "bool", **{name: given[name] for name in flags})
     check_plain("patch", "str", backend=given["backend"])
+    if given["overlap"] and not given["cuda_graph"]:
+        accepted = "cuda_graph=True beside it: steps that are launched from Python cannot run ahead of it"
+        raise ArgumentError("patch", "overlap", True, accepted)
     if given["fp8_math"] is not False:
         accepted = (
             "False: patch has no fp8_math, since a patched model's caches hold its dtype; load the checkpoint with "
@@ -145,14 +152,14 @@ def check_options(layer: str, given: object) -> None:
     _options(known | dict(given))
 
 
-def _patch(model: nn.Module, options: Options, cuda_graph: bool, dry_run: bool) -> PatchReport:
+def _patch(model: nn.Module, options: Options, cuda_graph: bool, dry_run: bool, overlap: bool) -> PatchReport:
     if cuda_graph:
-        decode.check_capturable(_roots(model))
+        capturable.check_capturable(_roots(model))
     steps = make_plan(model, options)
     _check(steps, options)
     if dry_run:
         return PatchReport(tuple(_planned(steps, options)), dry_run=True)
-    report = PatchReport(tuple(_apply_or_undo(model, steps, options, cuda_graph)))
+    report = PatchReport(tuple(_apply_or_undo(model, steps, options, cuda_graph, overlap)))
     _watch(report, model, steps)
     return report
 
@@ -193,13 +200,15 @@ def _kinds(asked: Mapping[str, Any], backend: str) -> dict[str, str | None]:
     return kinds
 
 
-def _apply_or_undo(model: nn.Module, steps: list[Step], options: Options, cuda_graph: bool) -> list[PatchEntry]:
+def _apply_or_undo(
+    model: nn.Module, steps: list[Step], options: Options, cuda_graph: bool, overlap: bool
+) -> list[PatchEntry]:
     with ExitStack() as undo:
         entries = _apply(model, steps, options, undo)
         if cuda_graph:
             names = {id(module): name for name, module in model.named_modules()}
             for root in (root for root in _roots(model) if hasattr(root, "_sample")):
-                decode.attach(root, undo)
+                decode.attach(root, undo, overlapping=overlap)
                 entries.append(decode.entry(names[id(root)], root))
         undo.pop_all()
     return entries

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from fastlayers.errors import ArgumentError
 from fastlayers.patching.classes import FastModule
 from fastlayers.patching.decoder import decoder_of
 from fastlayers.patching.gqa import FastGQA
@@ -31,6 +32,24 @@ def every_module(root: nn.Module) -> list[nn.Module]:
                 found[child] = None
                 queue.append(child)
     return queue
+
+
+def check_capturable(roots: list[Any]) -> None:
+    """Raise unless these are models on CUDA devices that generate: others have no decode steps to capture.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    wrong = ""
+    for root in roots:
+        device = next(root.parameters()).device
+        if device.type != "cuda":
+            wrong = f"the model is on {device}"
+    if not any(hasattr(root, "_sample") for root in roots):
+        wrong = "the model does not generate"
+    if wrong:
+        raise ArgumentError("patch", "cuda_graph", f"True, but {wrong}", "a model on a CUDA device that generates")
 
 
 def why_not_root(root: Any) -> str:

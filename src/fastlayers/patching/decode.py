@@ -26,12 +26,13 @@ from torch.utils.hooks import RemovableHandle
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from fastlayers.errors import ArgumentError, NoBackendError
+from fastlayers.errors import NoBackendError
 from fastlayers.patching.capturable import attention_layers, fingerprint, why_not_root
 from fastlayers.patching.classes import RECORDED, swap, unswap
 from fastlayers.patching.comparison import recorded
 from fastlayers.patching.decoder import FastDecoderLayer, decoder_of, fusible
 from fastlayers.patching.mla import FastMLA
+from fastlayers.patching.overlap import Overlap, nothing_foreign
 from fastlayers.patching.paged import CacheLease, CachePool, CacheStore, PagedCache, capacity_bucket, weak_method
 from fastlayers.patching.prefill import KNOWN_INPUTS, SLACK, ExtendKey, Prefills, why_not
 from fastlayers.patching.report import PatchEntry
@@ -63,9 +64,13 @@ class DecodeDriver(CapturedSteps):
         the model, so a function of a module.
     core : str
         Backend of the attention core and of the cache write; ``"auto"``: the best that can be captured.
+    overlapping : bool
+        Whether greedy steps are launched before they are asked for.
 
     Attributes
     ----------
+    overlap : Overlap
+        What was launched so.
     replays, prefills : Tensor int64 ``[1]``
         Decode steps, and prompts, that were replayed.
     falls : Tensor int64 ``[1]``
@@ -78,9 +83,12 @@ class DecodeDriver(CapturedSteps):
 
     counted = "prefills"
 
-    def __init__(self, root: Any, make_graphs: Callable[[torch.device], CudaGraphs], core: str) -> None:
+    def __init__(
+        self, root: Any, make_graphs: Callable[[torch.device], CudaGraphs], core: str, overlapping: bool = False
+    ) -> None:
         # Weakly, as all else that leads back: the model holds its driver, and is freed when its user lets go of it.
         self._root, self._make_graphs, self.core = weakref.ref(root), make_graphs, core
+        self.overlapping, self.overlap = overlapping, Overlap()
         # What somebody put on the instance before.
         self._before: Any = None
         with torch.inference_mode(False):
@@ -96,16 +104,18 @@ class DecodeDriver(CapturedSteps):
         self._said: set[str] = set()
         self._handles = -1
         # Held while a call of generate has the graphs, and by which thread.
-        self._turn, self._thread = threading.RLock(), 0
+        self._turn, self._thread, self._guessable = threading.RLock(), 0, False
         self.prefill = Prefills(attention_layers(self.root))
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has its own graphs and counters.
-        names = ("root", "_make_graphs", "core", "_before")
+        names = ("root", "_make_graphs", "core", "overlapping", "_before")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["root"], state["_make_graphs"], state["core"])  # type: ignore[misc]
+        self.__init__(  # type: ignore[misc]
+            state["root"], state["_make_graphs"], state["core"], state["overlapping"]
+        )
         self._before = state["_before"]
 
     @property
@@ -121,6 +131,7 @@ class DecodeDriver(CapturedSteps):
 
     def clear(self) -> None:
         """Drop all graphs and buffers."""
+        self.overlap.settle()
         self.broken.clear()
         self.wanted.clear()
         self._pool.clear()
@@ -175,14 +186,16 @@ class DecodeDriver(CapturedSteps):
     def own_generate(self, *args: Any, **options: Any) -> Any:
         """Generate; the graphs are this thread's until it returns, unless another one has them."""
         mine = self._turn.acquire(blocking=False)
-        before = self._thread
+        before = self._thread, self._guessable
         if mine:
             self._thread = threading.get_ident()
+            self._guessable = self.overlapping and nothing_foreign(args, options)
         try:
             return self._stock("generate")(*args, **options)
         finally:
             if mine:
-                self._thread = before
+                self.overlap.settle()
+                self._thread, self._guessable = before
                 self._turn.release()
 
     def own_prepare_cache_for_generation(
@@ -207,6 +220,8 @@ class DecodeDriver(CapturedSteps):
         if mask is not None:
             # What a generous limit allows is rarely used: the cache grows where it is.
             wanted = min(wanted, mask.shape[1] + FIRST_TOKENS)
+        greedy = generation_mode is GenerationMode.GREEDY_SEARCH and self._guessable
+        self.overlap.begin(max_cache_length if greedy else 0)
         lease = CacheLease(self._pool, capacity_bucket(wanted + SLACK))
         model_kwargs["past_key_values"] = PagedCache(lease, [isinstance(layer, FastMLA) for layer in layers])
         return None
@@ -258,6 +273,7 @@ class DecodeDriver(CapturedSteps):
             return self._stock("get_compiled_call")(compile_config)(*args, **inputs)
         reason = self._why_not_step(cache, args, inputs)
         if reason:
+            self.overlap.settle()
             self._say(reason)
             self.falls.add_(1)
             return self.root(*args, **inputs)
@@ -357,6 +373,7 @@ class DecodeDriver(CapturedSteps):
 
     def _grow(self, cache: PagedCache, store: CacheStore) -> None:
         """Move a full cache into the next larger store; its graph is captured at the next step."""
+        self.overlap.settle()
         cache.grow(capacity_bucket(store.capacity + 1))
         step = self._step_of(cache, cache.lease.bind(store.batch))
         step.meta.starts.copy_(store.state.meta.starts)
@@ -366,18 +383,35 @@ class DecodeDriver(CapturedSteps):
         assert store is not None
         step: DecodeStep = store.state
         length = int(cache.layers[0].get_seq_length())
-        step.ids.copy_(inputs["input_ids"])
-        step.positions.copy_(inputs["position_ids"])
-        if step.length != length:
-            step.set_length(length)
-        step.cache = cache
-        try:
-            logits = self._replay(store, step, length) if cache.capture else self.forward(step)
-        finally:
-            step.cache = None
+        logits = self.overlap.take(step, length, inputs)
+        if logits is None:
+            step.ids.copy_(inputs["input_ids"])
+            step.positions.copy_(inputs["position_ids"])
+            if step.length != length:
+                step.set_length(length)
+            step.cache = cache
+            try:
+                logits = self._replay(store, step, length) if cache.capture else self.forward(step)
+            finally:
+                step.cache = None
+        else:
+            self.replays.add_(1)
         step.length = length + 1
         cache.advance()
-        return logits
+        return self._guess(cache, store, length + 1, logits)
+
+    def _guess(self, cache: PagedCache, store: CacheStore, length: int, logits: torch.Tensor) -> torch.Tensor:
+        """Launch the step that comes next where that may be, and return logits that it does not overwrite."""
+        graphs, fits = self.graphs, length + SLACK <= store.capacity
+        if not (cache.capture and fits and self.overlap.wants(length)) or graphs is None or store.key not in graphs:
+            return logits
+        step, kept = store.state, logits.clone()
+        step.cache = cache
+        try:
+            self.overlap.launch(step, length, kept, partial(graphs.replay, store.key))
+        finally:
+            step.cache = None
+        return kept
 
     def _replay(self, store: CacheStore, step: DecodeStep, length: int) -> torch.Tensor:
         """Replay the step's graph, captured now if there is none; without one where that failed."""
@@ -425,27 +459,9 @@ def driver_of(root: Any) -> DecodeDriver | None:
     return found
 
 
-def check_capturable(roots: list[Any]) -> None:
-    """Raise unless these are models on CUDA devices that generate: others have no decode steps to capture.
-
-    Raises
-    ------
-    ArgumentError
-    """
-    wrong = ""
-    for root in roots:
-        device = next(root.parameters()).device
-        if device.type != "cuda":
-            wrong = f"the model is on {device}"
-    if not any(hasattr(root, "_sample") for root in roots):
-        wrong = "the model does not generate"
-    if wrong:
-        raise ArgumentError("patch", "cuda_graph", f"True, but {wrong}", "a model on a CUDA device that generates")
-
-
 def attach(
     root: Any, undo: ExitStack, make_graphs: Callable[[torch.device], CudaGraphs] = CudaGraphs,
-    core: str = "auto",
+    core: str = "auto", overlapping: bool = False,
 ) -> DecodeDriver:  # fmt: skip
     """Capture the decode steps of ``root`` from now on; decoder layers of known code add and norm in one launch.
 
@@ -455,17 +471,18 @@ def attach(
         Patched already.
     undo : ExitStack
         Gets what undoes this, should a later step of the patch fail.
-    make_graphs, core
+    make_graphs, core, overlapping
         As for :class:`DecodeDriver`; by default CUDA graphs, and the best cores that can be captured.
     """
     driver = driver_of(root)
     if driver is not None:
+        driver.overlapping = overlapping
         return driver
     for layer in getattr(decoder_of(root), "layers", ()):
         if fusible(layer):
             undo.callback(unswap, layer)
             swap(layer, FastDecoderLayer, "auto", False)
-    driver = DecodeDriver(root, make_graphs, core)
+    driver = DecodeDriver(root, make_graphs, core, overlapping)
     undo.callback(driver.detach)
     driver.attach()
     return driver
