@@ -1,4 +1,4 @@
-"""What the ablation's result says: ratios of its last commit, and how far captures of one and the same step lie apart."""
+"""What the ablation's result says: ratios of its last commit, and how far captures of one step lie apart."""
 
 from __future__ import annotations
 

@@ -93,12 +93,12 @@ def tuned(layer: str, key: str, tokens: int) -> Figure | None:
 
 
 def patched(model: str) -> Figure | None:
-    """Return the milliseconds of a patched model's step, host included: timed without stock's if that was done."""
+    """Return the milliseconds of a patched model's step, host included."""
 
     def value(row: Row) -> float | None:
         return row["ms"]["graph"] if (row.get("model"), row.get("batch")) == (model, 1) else None
 
-    return last("../patch_replays_h200", value) or last(f"patch_{model}", value)
+    return last(f"patch_{model}", value)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 import marked
 from limit_targets import limits
-from performance_rows import DEVICE, MISSING, OURS, PEERS, ROOT, VLLM, Row, files, lines_of, points, read
+from performance_rows import DEVICE, MISSING, OURS, PEERS, RESULTS, ROOT, VLLM, Row, files, lines_of, points, read
 from serving_tables import serving
 from svg_plots import Plot, svg
 
@@ -193,6 +193,12 @@ def generation() -> list[tuple[str, str, str, str]]:
     return [("6", *single[0][1:]), *single[1:], *many]
 
 
+# What tables of the page are made of besides the files of its folder.
+BESIDE = (
+    "untuned_shapes_h200.jsonl", "speculation_h200.jsonl", "deterministic_h200.jsonl", "soak_h200.json",
+)  # fmt: skip
+
+
 def sources() -> list[str]:
     """Return a line for each command that made a result file: commit, versions."""
     lines: dict[str, None] = {}
@@ -201,11 +207,26 @@ def sources() -> list[str]:
         rows = [row for row in heads if "command" in row]
         own = [row for row in rows if not row["command"].startswith("performance.py")]
         for run in own or rows:
-            device = run.get("device", run.get("gpu", "?"))
-            ladders = f", ladders of {', '.join(run['tables'])}" if "tables" in run else ""
-            about = f"commit {run['commit']}{ladders}, torch {run['torch']}, {device}"
-            lines[f"- `{path.name}`: `{run['command']}`, {about}"] = None
+            lines[_made(path.name, run)] = None
+    for name in BESIDE:
+        text = (RESULTS.parent / name).read_text()
+        whole = [json.loads(text)] if name.endswith(".json") else [json.loads(line) for line in text.splitlines()]
+        for run in (row.get("run", row) for row in whole):
+            if isinstance(run, dict) and "commit" in run:
+                lines[_made(name, run)] = None
     return list(lines)
+
+
+def _made(name: str, run: Row) -> str:
+    ladders = f", ladders of {', '.join(run['tables'])}" if "tables" in run else ""
+    torch, device = (f", {run[key]}" if key in run else "" for key in ("torch", "device"))
+    torch = torch.replace(", ", ", torch ")
+    command = f"`{run['command']}`, " if "command" in run else ""
+    return f"- `{name}`: {command}commit {run['commit']}{ladders}{torch}{device or _gpu_of(run)}"
+
+
+def _gpu_of(run: Row) -> str:
+    return f", {run['gpu']}" if "gpu" in run else ""
 
 
 def _cores(row: Row) -> str:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / name) for name in ("models", "server"))]
-from ablation_rows import Row, noise, of_last_commit, ratio_of, rows  # noqa: E402
+from ablation_rows import Column, Row, noise, of_last_commit, ratio_of, rows  # noqa: E402
 from systems_figures import OFF_BY_DEFAULT  # noqa: E402
 from systems_items import FIGURES  # noqa: E402
 
@@ -47,7 +45,7 @@ def table() -> str:
     for what in dict.fromkeys(row["what"] for row in found):
         cells, first = [], next(row for row in found if row["what"] == what)
         measured = {column: of_last_commit(runs, found, what, column) for column in columns}
-        for column, own in measured.items():  # a run of an earlier commit has no row of a switch that came since
+        for own in measured.values():  # a run of an earlier commit has no row of a switch that came since
             cells.append(f"{ratio_of(own):.3f}" if own else "")
             used |= {row["run"] for row in own}
         reason = "; ".join(filter(None, [_within(measured, apart), REASONS.get(what, "")]))
@@ -68,7 +66,7 @@ def table() -> str:
     return "\n".join(out) + f"\n\n{told}\n\nMade by {sources}, on {runs[0]['device']}, torch {runs[0]['torch']}.\n"
 
 
-def _within(measured: dict[tuple[str, int], list[Row]], apart: dict[tuple[str, int], tuple[float, float, float]]) -> str:
+def _within(measured: dict[Column, list[Row]], apart: dict[Column, tuple[float, float, float]]) -> str:
     """Return of which columns a line's ratio is nearer to 1 than captures of one step are to each other."""
     found = [
         f"{model.split('/')[1]} {batch}" for (model, batch), own in measured.items()

@@ -66,6 +66,9 @@ def backends(layer: str, device: Any = None, cfg: Any = None) -> Table:
         in any phase; the reason of one that accepts none is about a real shape.
     """
     table, target = registry(layer), device_module.as_device(device)
+    if cfg is not None and layer not in PARTS and not isinstance(cfg, kinds := _config_types(layer)):
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise ArgumentError("backends", "cfg", f"{type(cfg).__name__} {cfg!r}", f"a {names}, or None")
     configs = [cfg] if cfg is not None or layer in PARTS else _typical(layer)
     rows = []
     for rank, backend in enumerate(table.ranked):
@@ -77,6 +80,13 @@ def backends(layer: str, device: Any = None, cfg: Any = None) -> Table:
         automatic = target.type in backend.auto_on + backend.last_resort_on
         rows.append(Row(layer, backend.name, rank, hardware is None, installed is None, automatic, reason))
     return Table(rows)
+
+
+def _config_types(layer: str) -> tuple[type, ...]:
+    """Return the classes of a layer's configurations."""
+    from fastlayers.registry.spec import spec_of
+
+    return tuple(dict.fromkeys(type(case.cfg) for case in spec_of(layer).cases))
 
 
 def _typical(layer: str) -> list[Any]:

@@ -340,8 +340,10 @@ def test_the_last_run_of_a_point_counts_and_its_commit_is_named(
 def test_several_runs_of_a_commit_count_alike_and_captures_say_what_says_nothing(
     tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    about = {"items": "1", "quoted": "an image", "model": "a/A", "batch": 1}
+
     def row(what: str, ratio: float, on: float) -> dict[str, Any]:
-        return {"items": "1", "quoted": "an image", "model": "a/A", "batch": 1, "what": what, "ratio": ratio, "on_us": on}
+        return {**about, "what": what, "ratio": ratio, "on_us": on}
 
     run = {"command": "c", "commit": "abc", "device": "H200", "torch": "2"}
     codes = "absorbed products of FP8 codes, not of a bf16 copy"
@@ -463,7 +465,8 @@ def test_states_follow_from_figures(tool: Any, tmp_path: Path, monkeypatch: pyte
     put("mla_paths_h200.jsonl", *({"page": page, **ways} for page in (64, 16, 1)), 
         {"chosen": "mqa", "heads": 128, "prefix": 32768, "new": 64, **ways})  # fmt: skip
     assert state(13) == ("`mla_paths_h200.jsonl#page`", "done")
-    put("mla_paths_h200.jsonl", *({"page": page, **ways} for page in (64, 16)), {"page": 1, **ways, "mha_chunked_us": 2.2e3},
+    late = {"page": 1, **ways, "mha_chunked_us": 2.2e3}
+    put("mla_paths_h200.jsonl", *({"page": page, **ways} for page in (64, 16)), late,
         {"chosen": "mqa", "heads": 128, "prefix": 32768, "new": 64, **ways})  # fmt: skip
     assert state(13)[1] == "not done: chunks take over 1.05 × one shot with pages of 1"
     evidence, found = state(11)

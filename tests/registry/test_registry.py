@@ -411,6 +411,7 @@ def test_wrong_kinds_of_argument_get_a_sentence() -> None:
         (lambda: fl.RMSNorm(8, "x"), "eps is 'x'"),  # type: ignore[arg-type]
         (lambda: fl.RMSNorm(8, dtype="bf16"), "dtype is 'bf16'"),  # type: ignore[arg-type]
         (lambda: fl.explain(3), "target is 3"),
+        (lambda: fl.backends("mla", device="H200", cfg=3), "backends: cfg is int 3; accepted: a MLAConfig, or None"),
         (lambda: fl.finalize(3), "model is 3"),
         (lambda: fl.kv_cache_spec(None), "model is None"),
         (lambda: fl.unpatch("str"), "model is str"),

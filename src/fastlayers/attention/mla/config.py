@@ -188,10 +188,10 @@ def _flashmla_refuses(cfg: MLAConfig, device: Device) -> str | None:
 
 
 # Tokens of a captured step that verifies drafts, from which on FlashMLA takes it: with 16 to 128 heads and contexts of
-# 2,048 and 4,096 it took 0.48 to 1.01 of Triton's time from 24 tokens on, and up to 2.4 of it at 16 tokens and fewer
-# (benchmarks/results/flashmla_h200.jsonl). With contexts of 500 it takes 1.31 to 1.45 of it at 32 tokens; at 128 of
-# them 1.36 with 16 heads, 1.28 with 32 and 0.82 to 0.90 with more, and at 256 of them 1.22 with 16 and 0.78 to 0.84
-# with more. A server captures what differs so for contexts up to 1,024 as well (benchmarks/notes/mla.md).
+# 2,048 and 4,096 it took at most Triton's time from 24 tokens on, half of it with many heads, and up to twice of it
+# at 16 tokens and fewer (benchmarks/results/flashmla_h200.jsonl). With contexts of 500 it takes more of it at 32
+# tokens; at 128 of them more with 16 and 32 heads and less with more, and at 256 less with all but 16. A server
+# captures what differs so for contexts up to 1,024 as well (benchmarks/notes/mla.md).
 VERIFY_FROM, VERIFY_CONTEXT, VERIFY_HEADS = 24, 4096, 16
 SHORT_FROM = {64: 96, 32: 192}  # by the least heads
 
