@@ -267,6 +267,8 @@ def _layers() -> Iterator[Part]:
         # What a program leaves out is not adopted: it goes on for as long as a part may take.
         command = f"{command} --seconds {1.5 * took:.0f} --out {{out}}"
         yield Part(name, command, f"{file}.jsonl", took, target, needs, 1, PLAIN if not needs else ())
+    command, file = "benchmarks/prefix_first_token.py --out {out}", "prefix_first_token_h200.jsonl"
+    yield Part("prefix_first_token", command, file, 60, "15: row 13", ("msgspec",), 1, PLAIN)
     # What packages compile when it is first called takes most of the one; the other compiles Triton's kernels alone.
     for name, flags, took, needs, disabled in (
         ("tp8_layer", " --build", 150, PACKAGES, ()), ("tp8_layer_alone", "", 42, (), ALONE)

@@ -201,6 +201,17 @@ def pages() -> Found:
     return Said("; ".join(told), missing) if {row["page"] for row in rows} == {1, 16, 64} else None
 
 
+def first_tokens() -> Found:
+    """Item 13: the first token of a prompt that begins with what is cached, by each way."""
+    rows = {row["way"]: row for row in read("prefix_first_token_h200.jsonl") if row.get("what") == "first token"}
+    if not {"one shot", "two chunks", "latents"} <= rows.keys():
+        return None
+    shot, chunks = rows["one shot"], rows["two chunks"]
+    text = f"{shot['new']} tokens behind {shot['prefix']:,}, {shot['layers']} layers: "
+    text += ", ".join(f"{way} {row['ms']:.1f} ms" for way, row in rows.items())
+    return Said(text, f"chunks take over {CHUNKS} × one shot" if chunks["ms"] > CHUNKS * shot["ms"] else "")
+
+
 def three_axes() -> Found:
     """Item 19: one launch against one each, and the vision tower."""
     rows = [row for row in read("systems_h200.jsonl") if row.get("item") == 19]

@@ -111,6 +111,12 @@ def test_ways_of_latent_attention_agree_on_all_pages(tmp_path: Path) -> None:
     assert all(0.0 < row["chunked_against_one_shot"] < 0.01 for row in pages)
 
 
+def test_first_tokens_behind_a_cached_prefix(tmp_path: Path) -> None:
+    _, *rows = rows_of(tmp_path, "prefix_first_token.py", "--small", "--device", "cpu")
+    assert [row["way"] for row in rows] == ["one shot", "two chunks", "latents"]
+    assert all(row["ms"] > 0 and (row["prefix"], row["new"], row["layers"]) == (256, 32, 2) for row in rows)
+
+
 COLD = """
 import json, argparse, sys
 import cold_start

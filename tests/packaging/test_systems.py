@@ -464,7 +464,12 @@ def test_states_follow_from_figures(tool: Any, tmp_path: Path, monkeypatch: pyte
     assert "not done" in state(13)[1]
     put("mla_paths_h200.jsonl", *({"page": page, **ways} for page in (64, 16, 1)), 
         {"chosen": "mqa", "heads": 128, "prefix": 32768, "new": 64, **ways})  # fmt: skip
-    assert state(13) == ("`mla_paths_h200.jsonl#page`", "done")
+    assert "not done" in state(13)[1]
+    firsts = [{"what": "first token", "prefix": 9, "new": 2, "layers": 6, "way": way, "ms": ms}
+              for way, ms in (("one shot", 50.0), ("two chunks", 52.0), ("latents", 90.0))]  # fmt: skip
+    put("prefix_first_token_h200.jsonl", *firsts)
+    assert state(13) == ("`mla_paths_h200.jsonl#page` `prefix_first_token_h200.jsonl#first token`", "done")
+    assert "one shot 50.0 ms, two chunks 52.0 ms, latents 90.0 ms |" in tool.figures()[0]
     late = {"page": 1, **ways, "mha_chunked_us": 2.2e3}
     put("mla_paths_h200.jsonl", *({"page": page, **ways} for page in (64, 16)), late,
         {"chosen": "mqa", "heads": 128, "prefix": 32768, "new": 64, **ways})  # fmt: skip
