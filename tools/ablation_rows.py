@@ -32,7 +32,8 @@ def rows(path: Path = RESULTS) -> tuple[list[Row], list[Row]]:
 def of_last_commit(runs: list[Row], found: list[Row], what: str, column: Column) -> list[Row]:
     """Return the rows of a line and column that have a ratio, of all runs at the commit that measured it last."""
     own = [row for row in found if row["what"] == what and (row["model"], row["batch"]) == column and "ratio" in row]
-    return [row for row in own if runs[row["run"]]["commit"] == runs[own[-1]["run"]]["commit"]]
+    commits = [runs[row["run"]]["commit"] if runs else "" for row in own]
+    return [row for row, commit in zip(own, commits, strict=True) if commit == commits[-1]]
 
 
 def ratio_of(measured: list[Row]) -> float:

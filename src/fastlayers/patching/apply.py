@@ -65,8 +65,7 @@ def patch(
     backend : str
         What ``"auto"`` of every kind means.
     verify : str or bool
-        ``"layer"``: a class whose code is not a known version is compared with ours on random input, and left
-        alone if they differ. ``False``: such a class is left alone.
+        ``"layer"``: a class of unknown code is compared with ours, and left alone if they differ; ``False``: always.
     strict : bool
         Raise if anything of a requested kind is skipped, except for what ``include`` and ``exclude`` leave out.
     dry_run : bool
@@ -74,8 +73,7 @@ def patch(
     fp8_math : bool
         ``False``. It is of FP8 caches, and a patched model's hold its dtype; ``fastlayers_models`` has both.
     overlap : bool
-        With ``cuda_graph``: launch the next greedy step before Hugging Face's loop has read the token of the last, and
-        again where it asks for another one. One step more may run at the end of an answer.
+        With ``cuda_graph``: launch the next greedy step before it is asked for, and again if it is another one then.
 
     Returns
     -------
