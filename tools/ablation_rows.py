@@ -7,17 +7,17 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "ablation_h200.jsonl"
+ABSORBED_CODES = "absorbed products of FP8 codes, not of a bf16 copy"
 # Lines whose way "with" is another step than the others': timed from the host, or of other rows or weights.
 OTHER_STEPS = (
     "captured steps", "padding kept out of the experts, half of the rows", "shared expert among the routed",
-    "absorbed products of FP8 codes, not of a bf16 copy",
+    ABSORBED_CODES,
 )  # fmt: skip
 Row = dict[str, Any]
 Column = tuple[str, int]  # a model and a batch
 
 
-def rows(path: Path = RESULTS) -> tuple[list[Row], list[Row]]:
+def rows(path: Path) -> tuple[list[Row], list[Row]]:
     """Return the runs' descriptions and their rows, each with the place of its run among them."""
     runs, found = list[Row](), list[Row]()
     lines = path.read_text().splitlines() if path.is_file() else []

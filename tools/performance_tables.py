@@ -218,15 +218,13 @@ def sources() -> list[str]:
 
 
 def _made(name: str, run: Row) -> str:
+    """Return a line for what a run's description says of it."""
+    told = [f"`{run['command']}`"] if "command" in run else []
     ladders = f", ladders of {', '.join(run['tables'])}" if "tables" in run else ""
-    torch, device = (f", {run[key]}" if key in run else "" for key in ("torch", "device"))
-    torch = torch.replace(", ", ", torch ")
-    command = f"`{run['command']}`, " if "command" in run else ""
-    return f"- `{name}`: {command}commit {run['commit']}{ladders}{torch}{device or _gpu_of(run)}"
-
-
-def _gpu_of(run: Row) -> str:
-    return f", {run['gpu']}" if "gpu" in run else ""
+    told.append(f"commit {run['commit']}{ladders}")
+    told += [f"torch {run['torch']}"] if "torch" in run else []
+    told += [str(run[key]) for key in ("device", "gpu") if key in run][:1]
+    return f"- `{name}`: {', '.join(told)}"
 
 
 def _cores(row: Row) -> str:

@@ -41,7 +41,7 @@ CHUNKS, READING, WHOLE = 1.05, 0.85, 0.5
 MOST_LOST = 10.0
 # Optimisations of the ablation that may lose, as nobody gets them unasked, and what they are for.
 OFF_BY_DEFAULT = {
-    "absorbed products of FP8 codes, not of a bf16 copy": "off by default (`fp8_absorb=False`): what it gains is "
+    ablation_rows.ABSORBED_CODES: "off by default (`fp8_absorb=False`): what it gains is "
     "memory, as no bf16 copy of `kv_b_proj` is held",
 }
 Row = dict[str, Any]

@@ -50,8 +50,9 @@ def table() -> str:
             used |= {row["run"] for row in own}
         reason = "; ".join(filter(None, [_within(measured, apart), REASONS.get(what, "")]))
         out.append(f"| {first['items']} | {what} | {first['quoted']} | {' | '.join(cells)} | {reason} |")
+    known = {row["what"] for row in found}
     for switch in SWITCHES:
-        if switch.what not in {row["what"] for row in found}:
+        if switch.what not in known:
             blank = " | ".join([""] * len(columns))
             out.append(f"| {switch.items} | {switch.what} | {switch.quoted} | {blank} | {MISSING} |")
     sources = ", ".join(f"`{runs[each]['command']}` at {runs[each]['commit']}" for each in sorted(used))
