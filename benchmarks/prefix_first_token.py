@@ -19,6 +19,8 @@ from slice import SLICE, SMALL
 from fastlayers.attention.mla.layer import MLAAttention
 from fastlayers.attention.mla.prefix_chunks import MLAThresholds
 from fastlayers_server.engine.config import EngineConfig
+from fastlayers_server.engine.startup import model_folder
+from fastlayers_server.front.tokens import TokenText
 from fastlayers_server.known_models import KNOWN
 from fastlayers_server.llm import LLM, Params
 from fastlayers_server.random_models import random_model
@@ -57,8 +59,12 @@ def main() -> None:
     model = random_model(config, device, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
     layers = [module for module in model.modules() if isinstance(module, MLAAttention)]
     limit = prefix + new + 64
-    settings = EngineConfig(device=device, max_model_len=limit, num_pages=3 * limit // 64, max_running_requests=4)
-    server, draw = LLM("tiny", settings, loaded=model), torch.Generator().manual_seed(0)
+    settings = EngineConfig(
+        device=device, max_model_len=limit, num_pages=3 * limit // 64, max_running_requests=4, load_format="dummy"
+    )  # fmt: skip
+    # By name, without a folder: no grammars, which would need a package. Any words do: prompts are ids.
+    words, draw = TokenText(model_folder("tiny")), torch.Generator().manual_seed(0)
+    server = LLM("deepseek-ai/DeepSeek-V3", settings, loaded=model, tokens=words)
 
     def drawn(count: int) -> list[int]:
         found: list[int] = torch.randint(3, config["vocab_size"], (count,), generator=draw).tolist()
