@@ -1,11 +1,11 @@
 """Products of bfloat16 weights of 12 bits with few tokens: a warp reads its operands as they lie, and multiplies.
 
-Weights are those of :mod:`fastlayers.quant.packed_bf16`: the three times 16 bytes that a thread copies are the left
+Weights are those of :mod:`fastlayers.quant.bf12`: the three times 16 bytes that a thread copies are the left
 operands of four m16n8k16 products, 16 rows times 64 columns of weights times 8 tokens. Nothing is exchanged between
 threads; decoding takes 13 instructions for 8 weights. The right operand is 32 bytes of a row of x, as they lie.
 
 Every tensor of a product has the shape [R tiles, W warps, 32 lanes * 4], and the instructions are right only if a
-thread holds the four numbers of its lane: ``tests/compile/test_packed_bf16_layout.py`` reads that from the compiled
+thread holds the four numbers of its lane: ``tests/compile/test_bf12_layout.py`` reads that from the compiled
 kernels. Lane = 4·g + t; in a product's result the four numbers (b, n) of a lane belong to row 8·b + g of the tile and
 token 2·t + n of the block.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fastlayers.quant.packed_bf16 import EXPONENTS, RAISED, SIGNS_AND_MANTISSAS
+from fastlayers.quant.bf12 import EXPONENTS, RAISED, SIGNS_AND_MANTISSAS
 from fastlayers.triton_lang import INTERPRET
 
 
@@ -142,10 +142,15 @@ def zeros_of(pointers, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def raised_words(pointers, inside, SHAPE: tl.constexpr):
-    """Return words of tokens ``[1, W, 128]`` times 2^64, four a thread, through L1; zeros where not inside."""
+def _words_of(pointers, inside, ORDERED: tl.constexpr, SHAPE: tl.constexpr):
+    """Return words of tokens ``[1, W, 128]``, four a thread, through L1; zeros where not inside.
+
+    They are raised by 2^64, unless ORDERED: then they have been.
+    """
     if INTERPRET:
         word = tl.load(pointers, mask=inside, other=0)
+        if ORDERED:
+            return word
         both = _numbers(word) * _RAISED
         low, high = tl.split(both.to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True))
         return ((low >> 16) & 0xFFFF) | (high & -65536)
@@ -156,12 +161,14 @@ def raised_words(pointers, inside, SHAPE: tl.constexpr):
             "=&r,=&r,=&r,=&r,l,l,l,l,r,r,r,r", [pointers, tl.broadcast_to(inside, [1, SHAPE[1], 128]).to(tl.int32)],
             dtype=tl.int32, is_pure=False, pack=4,
         )  # fmt: skip
-        return tl.inline_asm_elementwise(_RAISE, "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
+        if ORDERED:
+            return words
+        else:
+            return tl.inline_asm_elementwise(_RAISE, "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
-def ask_step(words, step, STEPS: tl.constexpr):
-    """Ask for the three words of each number of a step of tiles; zeros behind the last step."""
+def _ask_step(words, step, STEPS: tl.constexpr):
     inside, place = step < STEPS, words + step * 384
     first = tl.load(place, mask=inside, other=0, eviction_policy="evict_first")
     second = tl.load(place + 128, mask=inside, other=0, eviction_policy="evict_first")
@@ -178,43 +185,77 @@ def ask(w_ptr, tile, STEPS: tl.constexpr, SHARES: tl.constexpr, W: tl.constexpr,
     words = w_ptr + tile.to(tl.int64) * (STEPS * 384) + tl.arange(0, 128)[None, None, :]
     held = ()
     for i in tl.static_range(AHEAD):
-        held = held + (ask_step(words, i * SHARES + share, STEPS),)  # type: ignore[assignment]
+        held = held + (_ask_step(words, i * SHARES + share, STEPS),)  # type: ignore[assignment]
     return words, held
+
+
+@triton.jit
+def _turn(
+    held, x_rows, step, accs, STEPS: tl.constexpr, BLOCKS: tl.constexpr, ORDERED: tl.constexpr, SHAPE: tl.constexpr
+):
+    """Return the sums with a step's products added."""
+    # Words of x from a step to the next, and from its first 32 columns to its last.
+    STRIDE: tl.constexpr = 256 if ORDERED else 32
+    a = decoded(held[0], held[1], held[2], SHAPE)
+    added = ()
+    for block in tl.static_range(BLOCKS):
+        at = x_rows[block] + step * STRIDE
+        x0 = _words_of(at, step < STEPS, ORDERED, SHAPE)
+        x1 = _words_of(at + STRIDE // 2, step < STEPS, ORDERED, SHAPE)
+        x0, x1 = tl.broadcast_to(x0, [SHAPE[0], SHAPE[1], 128]), tl.broadcast_to(x1, [SHAPE[0], SHAPE[1], 128])
+        added = added + (multiplied(a, x0, x1, accs[block], SHAPE),)  # type: ignore[assignment]
+    return added
 
 
 @triton.jit
 def multiply(
     words, held, x_rows, w_ptr, STEPS: tl.constexpr, R: tl.constexpr, SHARES: tl.constexpr, W: tl.constexpr,
-    BLOCKS: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCKS: tl.constexpr, AHEAD: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
-    """Return sums ``[R, W / SHARES, 128]`` over all columns, of each of BLOCKS blocks of eight tokens.
+    """Return sums ``[R, W, 128]`` over each warp's columns, of each of BLOCKS blocks of eight tokens.
 
-    ``x_rows``: BLOCKS pointers ``[1, 1, 128]`` to the rows of x, as words, of lanes' tokens.
+    ``x_rows``: BLOCKS pointers ``[1, W, 128]`` to words of lanes' tokens: rows of x, or what :func:`order` wrote.
     """
     SHAPE: tl.constexpr = (R, W)
     TURNS: tl.constexpr = (STEPS + SHARES - 1) // SHARES
     share = tl.arange(0, W)[None, :, None] % SHARES
     e = tl.arange(0, 128)[None, None, :]
     zeros = zeros_of(w_ptr + tl.arange(0, W)[None, :, None] * 128 + e, SHAPE)
-    place = e % 16 + zeros
+    places = ()
     accs = ()
     for block in tl.static_range(BLOCKS):
+        places = places + (x_rows[block] + ((e if ORDERED else e % 16) + zeros),)  # type: ignore[assignment]
         accs = accs + (tl.broadcast_to(zeros.to(tl.float32, bitcast=True), [R, W, 128]),)  # type: ignore[assignment]
-    for start in tl.range(0, TURNS, AHEAD, num_stages=1):
-        following = ()
-        for i in tl.static_range(AHEAD):
-            step = (start + i) * SHARES + share
-            a = decoded(held[i][0], held[i][1], held[i][2], SHAPE)
-            following = following + (ask_step(words, step + AHEAD * SHARES, STEPS),)  # type: ignore[assignment]
-            added = ()
-            for block in tl.static_range(BLOCKS):
-                at = x_rows[block] + place + step * 32
-                x0 = tl.broadcast_to(raised_words(at, step < STEPS, SHAPE), [R, W, 128])
-                x1 = tl.broadcast_to(raised_words(at + 16, step < STEPS, SHAPE), [R, W, 128])
-                added = added + (multiplied(a, x0, x1, accs[block], SHAPE),)  # type: ignore[assignment]
-            accs = added
-        held = following
-    sums = ()
-    for block in tl.static_range(BLOCKS):
-        sums = sums + (tl.sum(tl.reshape(accs[block], [R, W // SHARES, SHARES, 128]), axis=2),)  # type: ignore
-    return sums
+    if TURNS <= 8:
+        for i in tl.static_range(TURNS):
+            if i + AHEAD < TURNS:
+                held = held + (_ask_step(words, (i + AHEAD) * SHARES + share, STEPS),)
+            accs = _turn(held[i], places, i * SHARES + share, accs, STEPS, BLOCKS, ORDERED, SHAPE)
+    else:
+        for start in tl.range(0, TURNS, AHEAD, num_stages=1):
+            following = ()
+            for i in tl.static_range(AHEAD):
+                step = (start + i) * SHARES + share
+                following = following + (_ask_step(words, step + AHEAD * SHARES, STEPS),)  # type: ignore[assignment]
+                accs = _turn(held[i], places, step, accs, STEPS, BLOCKS, ORDERED, SHAPE)
+            held = following
+    return accs
+
+
+@triton.jit
+def summed(sums, R: tl.constexpr, SHARES: tl.constexpr, W: tl.constexpr):
+    """Return sums ``[R * W / SHARES * 16, 8]`` of rows and tokens over the warps that share tiles."""
+    TILES: tl.constexpr = R * (W // SHARES)
+    if SHARES > 1:
+        sums = tl.sum(tl.reshape(sums, [TILES, SHARES, 128]), axis=1)
+    lanes = tl.reshape(sums, [TILES, 8, 4, 2, 2])  # g t b n
+    return tl.reshape(tl.permute(lanes, (0, 3, 1, 2, 4)), [TILES * 16, 8])
+
+
+@triton.jit
+def order(x_ptr, out_ptr, row, place, x_stride, width):
+    """Write a row of x, raised, as lanes read it: of blocks of eight rows, 32 columns of each row after the other."""
+    row, inside = row.to(tl.int64), place < width
+    x = tl.load(x_ptr + row * x_stride + place, mask=inside, other=0.0).to(tl.float32) * _RAISED
+    target = out_ptr + row // 8 * (width * 8) + place // 32 * 256 + row % 8 * 32 + place % 32
+    tl.store(target, x.to(tl.bfloat16), mask=inside)

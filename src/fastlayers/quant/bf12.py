@@ -36,7 +36,7 @@ MAX_OUTLIERS = 32
 _AT_ONCE = 1 << 25  # weights, of which packing needs 8 bytes each several times
 
 
-class PackedBF16(NamedTuple):
+class BF12Weights(NamedTuple):
     """What is stored of weights ``[N, K]``.
 
     Attributes
@@ -67,7 +67,7 @@ class _Codes:
     outlying: torch.Tensor
 
 
-def why_unpacked(n: int, k: int, dtype: torch.dtype) -> str | None:
+def refuses(n: int, k: int, dtype: torch.dtype) -> str | None:
     """Return why weights ``[N, K]`` are not packed, whatever their values are."""
     if dtype != torch.bfloat16:
         return f"weights are {str(dtype).removeprefix('torch.')}, not bfloat16"
@@ -76,7 +76,7 @@ def why_unpacked(n: int, k: int, dtype: torch.dtype) -> str | None:
     return None
 
 
-def pack_bf16(weight: torch.Tensor) -> PackedBF16 | None:
+def pack_bf12(weight: torch.Tensor) -> BF12Weights | None:
     """Return weights ``[N, K]`` in 12 bits each; ``None``: a row has more than 32 outliers.
 
     Raises
@@ -85,8 +85,8 @@ def pack_bf16(weight: torch.Tensor) -> PackedBF16 | None:
         No bfloat16 matrix of a multiple of 16 × 64 weights.
     """
     matrix = isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.numel()
-    if not matrix or why_unpacked(*weight.shape, weight.dtype):
-        raise ArgumentError("pack_bf16", "weight", describe(weight), f"bfloat16 [N, K], multiples of {ROWS} and {COLUMNS}")
+    if not matrix or refuses(*weight.shape, weight.dtype):
+        raise ArgumentError("pack_bf12", "weight", describe(weight), f"bfloat16 [N, K], multiples of {ROWS} and {COLUMNS}")
     n, k = weight.shape
     step = max(1, _AT_ONCE // k // ROWS) * ROWS
     words = torch.empty(n // ROWS, k // COLUMNS, 3, 32, 4, dtype=torch.int32, device=weight.device)
@@ -106,10 +106,10 @@ def pack_bf16(weight: torch.Tensor) -> PackedBF16 | None:
         torch.cat([torch.nn.functional.pad(each, (0, most - each.shape[1])) for each in parts])
         for parts in zip(*kept, strict=True)
     )
-    return PackedBF16(words, scale, columns.contiguous(), values.contiguous())
+    return BF12Weights(words, scale, columns.contiguous(), values.contiguous())
 
 
-def unpack_bf16(packed: PackedBF16) -> torch.Tensor:
+def unpack_bf12(packed: BF12Weights) -> torch.Tensor:
     """Return the weights ``[N, K]`` that were packed: equal numbers."""
     words = packed.words.to(torch.int64) & 0xFFFFFFFF
     tiles, steps = words.shape[:2]
@@ -168,10 +168,13 @@ def _words(rows: _Codes) -> torch.Tensor:
 
 def _outliers(weight: torch.Tensor, outlying: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return columns, in order, and values of each row's outliers."""
-    k = weight.shape[1]
-    places = torch.where(outlying, torch.arange(k, device=weight.device), k).sort(dim=-1).values[:, :most]
-    columns = places.clamp(max=k - 1)
-    return columns.to(torch.int32), weight.gather(1, columns).masked_fill(places == k, 0.0)
+    row, column = outlying.nonzero(as_tuple=True)
+    counts = outlying.sum(-1)
+    slot = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
+    columns = torch.zeros(len(weight), most, dtype=torch.int32, device=weight.device)
+    values = torch.zeros(len(weight), most, dtype=weight.dtype, device=weight.device)
+    columns[row, slot], values[row, slot] = column.to(torch.int32), weight[row, column]
+    return columns, values
 
 
 def _turned(words: torch.Tensor, left: int) -> torch.Tensor:
