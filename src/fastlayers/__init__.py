@@ -64,6 +64,7 @@ _PUBLIC = {
     "patched": "fastlayers.patching",
     "registry": "fastlayers.registry",
     "repack": "fastlayers.layer",
+    "store_bf12": "fastlayers.bf12",
     "unpatch": "fastlayers.patching",
     "warmup": "fastlayers.runtime.warmup",
 }

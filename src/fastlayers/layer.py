@@ -17,8 +17,9 @@ from fastlayers.gradients import refuse
 from fastlayers.moved import renamed
 from fastlayers.registry import Choice, Ladder, Registry
 from fastlayers.registry import registry as registry_named
+from fastlayers.registry.choice import FirstRung
 from fastlayers.weights import FP16_OVERFLOWS, too_large
-from fastlayers.weights_epoch import WatchedModule, epoch_of
+from fastlayers.weights_epoch import Packed, WatchedModule, epoch_of
 
 _CORE = "fastlayers.attention.core"
 __getattr__ = renamed(
@@ -77,8 +78,22 @@ class Layer(WatchedModule):
 
     def use(self, ladders: Sequence[Ladder]) -> None:
         """Compute with these ladders from now on, in the order of :attr:`choices`."""
-        self.ladder = ladders[-1]
+        before, self.ladder = self.__dict__.get("ladder"), ladders[-1]
         self.choice = self.ladder.choice
+        if isinstance(before, FirstRung):
+            self.ladder = before.before(self.ladder)
+
+    def serve_one_token(self, value: Any, impl: Callable[..., Any], *sources: torch.Tensor) -> None:
+        """Compute one token by ``impl``, which has a copy ``value`` of these weights, until they change."""
+        self.weights_changed()
+        held = Packed(value, self, sources)
+        self.ladder = FirstRung(held, impl, self.ladder)
+
+    def weights_changed(self) -> None:
+        """Tell, and forget what served one token with a copy."""
+        if isinstance(ladder := self.__dict__.get("ladder"), FirstRung):
+            self.ladder = ladder.behind
+        super().weights_changed()
 
     def choose_again(self, built_only: bool = True) -> bool:
         """Choose once more what was chosen automatically, and return whether that is something else now.

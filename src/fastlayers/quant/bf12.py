@@ -1,4 +1,4 @@
-"""bfloat16 weights in 12 bits each, without loss.
+"""bf12: bfloat16 weights in 12 bits each, without loss.
 
 A row's weights lie within few powers of two: sign and mantissa keep their 8 bits, the exponent becomes 4 bits, its
 distance from the row's base, of which 0 says zero. What lies outside of the 15 exponents that hold most of a row is
@@ -6,15 +6,12 @@ stored beside it, column and value.
 
     w[n, k] = ±1.m · 2^(code[n, k] - 127) · 2^base[n]        code 1 … 15; 0: zero, or one of the row's outliers
 
-Stored of ``[N, K]``: int32 ``[N / 16, K / 64, 3, 32, 4]``, a tile of 16 rows × 64 columns as the 32 lanes of a warp hold
-the left operands of four m16n8k16 products. Lane 4 g + t has rows g and g + 8, and of each the columns
-
-    32 (q / 2) + 8 t + 4 (q % 2) + 2 h + c         product q, half h of its 16 columns, one of a pair c
-
-so that a lane finds the right operand's numbers side by side in a row of x. Its three times four words are: signs and
-mantissas of row g, a word a product; those of row g + 8; codes, two words a row. ``word & 0x807F807F`` are signs and
-mantissas of pair h = 0, the same of the word turned left by 8 bits those of h = 1; codes turned left by 4 (2 (q % 2) + h)
-bits, ``& 0x07800780``, are a pair's exponents. So two weights are put together by one operation.
+Stored of ``[N, K]``: int32 ``[N, 3 K / 8]``. With R = 32, or 16 or 8 where K asks for it, a chunk of 8 R columns is three
+runs of R words; columns i, i + R, …, i + 7 R of the chunk share word i of each run: two runs have signs and mantissas of
+two pairs of columns each, the last one all their codes. A pair is the halves of a word: ``word & 0x807F807F`` are the
+first pair's signs and mantissas, the same of the word turned left by 8 bits the second pair's; codes turned left by 4 j
+bits, ``& 0x07800780``, are the exponents of pair j. So two weights are put together by one operation, where neither has
+been turned. Experts' weights ``[E, N, K]`` are E times N rows.
 """
 
 from __future__ import annotations
@@ -27,12 +24,15 @@ import torch
 from fastlayers.errors import ArgumentError, describe
 from fastlayers.integers import next_power_of_2
 
-ROWS, COLUMNS = 16, 64
+RUNS = 32, 16, 8
 CODES = 15
 SIGNS_AND_MANTISSAS, EXPONENTS = 0x807F807F, 0x07800780
 # Decoded weights are as small as numbers get: what multiplies them is made so much larger, an exact power of two.
 RAISED = 64
-MAX_OUTLIERS = 32
+MAX_OUTLIERS = 64
+TOO_MANY = f"a row has more than {MAX_OUTLIERS} weights outside of its {CODES} exponents"
+# Of fewer weights the launch is what a product of one token takes.
+LEAST = 1 << 20
 _AT_ONCE = 1 << 25  # weights, of which packing needs 8 bytes each several times
 
 
@@ -42,11 +42,11 @@ class BF12Weights(NamedTuple):
     Attributes
     ----------
     words : Tensor
-        int32 ``[N / 16, K / 64, 3, 32, 4]``.
+        int32 ``[N, 3 K / 8]``.
     scale : Tensor
         fp32 ``[N]``: ``2^(base - 64)``, for sums over ``2^64 · x``.
     columns : Tensor
-        int32 ``[N, E]``: of outliers; E is a power of two, at most 32.
+        int32 ``[N, E]``: of outliers; E is a power of two, at most 64.
     values : Tensor
         bfloat16 ``[N, E]``: theirs; zero where there is none.
     """
@@ -56,10 +56,15 @@ class BF12Weights(NamedTuple):
     columns: torch.Tensor
     values: torch.Tensor
 
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all."""
+        return sum(each.numel() * each.element_size() for each in self)
+
 
 @dataclass(frozen=True)
-class _Codes:
-    """Some rows: sign and mantissa, exponent, and which are outliers."""
+class _Rows:
+    """Some rows' codes: sign and mantissa, exponent, and which are outliers."""
 
     bits: torch.Tensor
     codes: torch.Tensor
@@ -67,70 +72,72 @@ class _Codes:
     outlying: torch.Tensor
 
 
-def refuses(n: int, k: int, dtype: torch.dtype) -> str | None:
-    """Return why weights ``[N, K]`` are not packed, whatever their values are."""
-    if dtype != torch.bfloat16:
-        return f"weights are {str(dtype).removeprefix('torch.')}, not bfloat16"
-    if n % ROWS or k % COLUMNS:
-        return f"{n} x {k} weights are no multiple of {ROWS} x {COLUMNS}"
-    return None
+def why_not_bf12(weight: torch.Tensor) -> str:
+    """Return why weights ``[…, K]`` cannot be stored so, whatever their values are; an empty text: they can."""
+    if weight.dtype != torch.bfloat16:
+        return f"weights are {str(weight.dtype).removeprefix('torch.')}, not bfloat16"
+    if run_of(weight.shape[-1]) is None:
+        return f"{weight.shape[-1]} input features are no multiple of 64 up to {1 << 15}"
+    return "" if weight.numel() >= LEAST else f"{weight.numel()} weights are fewer than {LEAST}"
+
+
+def run_of(k: int) -> int | None:
+    """Return how many words a run has of so many columns; ``None``: they are not packed."""
+    return next((run for run in RUNS if k % (8 * run) == 0 and 0 < k <= 1 << 15), None)
 
 
 def pack_bf12(weight: torch.Tensor) -> BF12Weights | None:
-    """Return weights ``[N, K]`` in 12 bits each; ``None``: a row has more than 32 outliers.
+    """Return weights ``[N, K]`` in 12 bits each; ``None``: a row has more than 64 outliers.
 
     Raises
     ------
     ArgumentError
-        No bfloat16 matrix of a multiple of 16 × 64 weights.
+        No bfloat16 matrix, or K is no multiple of 64 up to 32,768.
     """
     matrix = isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.numel()
-    if not matrix or refuses(*weight.shape, weight.dtype):
-        raise ArgumentError("pack_bf12", "weight", describe(weight), f"bfloat16 [N, K], multiples of {ROWS} and {COLUMNS}")
+    if not matrix or weight.dtype != torch.bfloat16 or run_of(weight.shape[1]) is None:
+        accepted = f"bfloat16 [N, K], K a multiple of 64 up to {1 << 15}"
+        raise ArgumentError("pack_bf12", "weight", describe(weight), accepted)
     n, k = weight.shape
-    step = max(1, _AT_ONCE // k // ROWS) * ROWS
-    words = torch.empty(n // ROWS, k // COLUMNS, 3, 32, 4, dtype=torch.int32, device=weight.device)
+    step = max(1, _AT_ONCE // k)
+    words = torch.empty(n, k // 8 * 3, dtype=torch.int32, device=weight.device)
     scale = torch.empty(n, dtype=torch.float32, device=weight.device)
-    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    beside: list[tuple[torch.Tensor, torch.Tensor]] = []
     for begin in range(0, n, step):
         part = weight[begin : begin + step]
-        rows = _codes(part)
-        words[begin // ROWS : (begin + step) // ROWS] = _words(rows)
-        scale[begin : begin + step] = torch.ldexp(torch.ones_like(rows.base, dtype=torch.float32), rows.base - RAISED)
+        rows = _rows(part)
         most = int(rows.outlying.sum(-1).max())
         if most > MAX_OUTLIERS:
             return None
-        kept.append(_outliers(part, rows.outlying, max(1, most)))
-    most = next_power_of_2(max(each.shape[1] for each, _ in kept))
+        words[begin : begin + step] = _words(rows)
+        scale[begin : begin + step] = torch.ldexp(torch.ones_like(rows.base, dtype=torch.float32), rows.base - RAISED)
+        beside.append(_outliers(part, rows.outlying, max(1, most)))
+    most = next_power_of_2(max(each.shape[1] for each, _ in beside))
     columns, values = (
         torch.cat([torch.nn.functional.pad(each, (0, most - each.shape[1])) for each in parts])
-        for parts in zip(*kept, strict=True)
+        for parts in zip(*beside, strict=True)
     )
-    return BF12Weights(words, scale, columns.contiguous(), values.contiguous())
+    return BF12Weights(words, scale, columns, values)
 
 
 def unpack_bf12(packed: BF12Weights) -> torch.Tensor:
-    """Return the weights ``[N, K]`` that were packed: equal numbers."""
-    words = packed.words.to(torch.int64) & 0xFFFFFFFF
-    tiles, steps = words.shape[:2]
-    weight = torch.empty(tiles, 2, 8, steps, 2, 4, 2, 2, 2, dtype=torch.float64, device=words.device)
-    for b in range(2):
-        for q in range(4):
-            for h in range(2):
-                signs = _turned(words[:, :, b, :, q], 8 * h) & SIGNS_AND_MANTISSAS
-                both = signs | (_turned(words[:, :, 2, :, 2 * b + q // 2], 4 * (2 * (q % 2) + h)) & EXPONENTS)
-                for c in range(2):
-                    half = (both >> (16 * c)) & 0xFFFF
-                    small = torch.where(half >= 1 << 15, half - (1 << 16), half).to(torch.int16).view(torch.bfloat16)
-                    # [tiles, steps, g, t] to [tiles, g, steps, t]
-                    lanes = small.double().view(tiles, steps, 8, 4).transpose(1, 2)
-                    weight[:, b, :, :, q // 2, :, q % 2, h, c] = lanes
-    found = weight.view(tiles * ROWS, steps * COLUMNS) * packed.scale[:, None].double() * 2.0**RAISED
-    found.scatter_add_(1, packed.columns.to(torch.int64), packed.values.double())
-    return found.to(torch.bfloat16)
+    """Return the weights ``[N, K]`` that were packed: equal numbers, zeros perhaps without their sign."""
+    n, width = packed.words.shape
+    words = packed.words.view(n, -1, 3, run_of(width // 3 * 8) or 1).to(torch.int64) & 0xFFFFFFFF
+    found = []
+    for pair in range(4):
+        both = (_turned(words[:, :, pair // 2], 8 * (pair % 2)) & SIGNS_AND_MANTISSAS) | (
+            _turned(words[:, :, 2], 4 * pair) & EXPONENTS
+        )
+        found += [both & 0xFFFF, both >> 16]
+    bits = torch.stack(found, 2).flatten(1)
+    small = torch.where(bits >= 1 << 15, bits - (1 << 16), bits).to(torch.int16).view(torch.bfloat16).double()
+    weight = small * packed.scale[:, None].double() * 2.0**RAISED
+    weight.scatter_add_(1, packed.columns.to(torch.int64), packed.values.double())
+    return weight.to(torch.bfloat16)
 
 
-def _codes(weight: torch.Tensor) -> _Codes:
+def _rows(weight: torch.Tensor) -> _Rows:
     bits = weight.contiguous().view(torch.int16).to(torch.int64) & 0xFFFF
     exponent = (bits >> 7) & 0xFF
     zero = (bits & 0x7FFF) == 0
@@ -142,27 +149,20 @@ def _codes(weight: torch.Tensor) -> _Codes:
     codes = exponent - base[:, None]
     inside = (codes >= 1) & (codes <= CODES)
     kept = ((bits >> 8) & 0x80) | (bits & 0x7F)
-    zeros = torch.zeros_like(bits)
-    return _Codes(torch.where(inside, kept, zeros), torch.where(inside, codes, zeros), base, ~inside & ~zero)
+    return _Rows(kept.masked_fill(~inside, 0), codes.masked_fill(~inside, 0), base, ~inside & ~zero)
 
 
-def _words(rows: _Codes) -> torch.Tensor:
-    """Return ``[tiles, steps, 3, 32, 4]``."""
+def _words(rows: _Rows) -> torch.Tensor:
     n, k = rows.bits.shape
-    # Rows (b, g), columns (q // 2, t, q % 2, h, c).
-    shape = n // ROWS, 2, 8, k // COLUMNS, 2, 4, 2, 2, 2
+    shape = n, -1, 8, run_of(k) or 1
     bits, codes = rows.bits.view(shape), rows.codes.view(shape)
-    signs = ((bits & 0x80) << 8) | (bits & 0x7F)
-    pairs = signs[..., 0] | (signs[..., 1] << 16)
-    exponents = (codes[..., 0] << 7) | (codes[..., 1] << 23)  # [tiles, b, g, steps, q // 2, t, q % 2, h]
-    first = pairs[..., 0] | _turned(pairs[..., 1], -8)
-    last = torch.zeros_like(exponents[..., 0, 0])
-    for j in range(4):
-        last |= _turned(exponents[..., j // 2, j % 2], -4 * j)
-    # Behind tiles and steps: b, g, t, q // 2, q % 2; and g, t, b, q // 2.
-    first = first.permute(0, 3, 1, 2, 5, 4, 6).reshape(n // ROWS, k // COLUMNS, 2, 32, 4)
-    last = last.permute(0, 3, 2, 5, 1, 4).reshape(n // ROWS, k // COLUMNS, 1, 32, 4)
-    words = torch.cat((first, last), 2)
+    halves = ((bits & 0x80) << 8) | (bits & 0x7F)
+    pairs = halves[:, :, 0::2] | (halves[:, :, 1::2] << 16)
+    exponents = (codes[:, :, 0::2] << 7) | (codes[:, :, 1::2] << 23)
+    first = pairs[:, :, 0::2] | _turned(pairs[:, :, 1::2], -8)  # [n, chunks, 2, 32]
+    last = sum(_turned(exponents[:, :, j], -4 * j) for j in range(4))
+    assert isinstance(last, torch.Tensor)
+    words = torch.cat((first, last[:, :, None]), 2).reshape(n, -1)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 from torch import nn
 
 from fastlayers.comm.parallel import REPLICATED, Shard
-from fastlayers.device import Device
+from fastlayers.device import Device, as_device
 from fastlayers.errors import check_choice, check_positive
 from fastlayers.linear.base import LinearBase, check_source, frozen
+from fastlayers.quant.bf12 import TOO_MANY, pack_bf12, why_not_bf12
 from fastlayers.registry import REPEATS, Backend, Registry, reference_backend, triton_backend
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -144,3 +146,17 @@ class Linear(LinearBase):
         if bias is not None:
             made.bias = frozen(bias)
         return made
+
+    def store_bf12(self) -> str:
+        """Keep a copy of the weight in 12 bits a number, which serves one token; return why not (``""``: done).
+
+        See :func:`fastlayers.store_bf12`.
+        """
+        cfg, weight = self.cfg, self.weight
+        if why := LINEAR.named("triton").why_not(cfg, as_device(weight.device)) or why_not_bf12(weight):
+            return why
+        if (packed := pack_bf12(weight)) is None:
+            return TOO_MANY
+        bf12 = import_module("fastlayers.linear.dense.triton_bf12").BF12Linear(packed, cfg.y_dtype)
+        self.serve_one_token(packed, bf12, weight)
+        return ""

@@ -1,93 +1,125 @@
-"""The product of up to 32 rows with weights of 12 bits (``quant/bf12.py``), by the tensor cores' own operands.
+"""The product of one row of x with bf12 weights (:mod:`fastlayers.quant.bf12`).
 
-A program has R times WARPS / SHARES tiles of 16 outputs; SHARES warps take a tile's columns in turns, 64 at a time, and
-are added at the end. The first AHEAD turns' weights, and a row's outliers, are asked for before the wait.
+As the vector kernel of 16 bits a program asks for weights, and for its rows' outliers, before the kernels in front have
+ended: BLOCK_N rows of BLOCK_G groups of eight columns, AHEAD tiles held in registers.
 """
 
 from __future__ import annotations
 
-import triton
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
 import triton.language as tl
 
-from fastlayers.quant.bf12_mma import ask, multiply, order, summed
-from fastlayers.runtime.launch import kernel
-from fastlayers.triton_lang import await_inputs, cast, release_dependents
+from fastlayers.integers import cdiv
+from fastlayers.operators import operator
+from fastlayers.quant.bf12 import BF12Weights, run_of
+from fastlayers.quant.bf12_tiles import add_products, outliers_of, outlying_sum, words_at
+from fastlayers.runtime.launch import New, kernel
+from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
 
 @kernel
-def bf12_kernel(
-    x_ptr, ordered_ptr, beside_ptr, words_ptr, scale_ptr, columns_ptr, values_ptr, bias_ptr, y_ptr, M, N, x_stride,
-    STEPS: tl.constexpr, HAS_BIAS: tl.constexpr, OUTLIERS: tl.constexpr, BLOCKS: tl.constexpr, R: tl.constexpr,
-    SHARES: tl.constexpr, W: tl.constexpr, AHEAD: tl.constexpr, ORDERED: tl.constexpr, PDL: tl.constexpr,
+def bf12_vector_kernel(
+    x_ptr, words_ptr, scale_ptr, columns_ptr, values_ptr, bias_ptr, y_ptr, N, G,
+    HAS_BIAS: tl.constexpr, MASKED: tl.constexpr, BLOCKS: tl.constexpr, AHEAD: tl.constexpr, OUTLIERS: tl.constexpr,
+    RUN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply tiles of 16 rows of the weight by the ``M`` (of at most 8 · BLOCKS) rows of x.
-
-    ORDERED: rows of x lie in ``ordered_ptr`` as :func:`order_kernel` wrote them, and what outliers add in
-    ``beside_ptr``; else there is one block.
-    """
-    PARTS: tl.constexpr = W // SHARES
-    TILES: tl.constexpr = R * PARTS
-    first, last = tl.program_id(0) * TILES, N // 16 - 1
-    # Tiles beyond the edge read the last one again; their results are never stored.
-    tile = first + tl.arange(0, R)[:, None, None] * PARTS + tl.arange(0, W)[None, :, None] // SHARES
-    words, held = ask(words_ptr, tl.minimum(tile, last), STEPS, SHARES, W, AHEAD)
-    column = first * 16 + tl.arange(0, TILES * 16)
-    row, known = tl.minimum(column, N - 1), column < N
+    """Multiply BLOCK_N rows of the weight by the row of x, BLOCKS tiles of groups each."""
+    column, group = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_G)
+    known = column < N
+    # Rows beyond the edge read a valid one again; their results are never stored.
+    row = tl.minimum(column, N - 1)
+    rows = words_ptr + row.to(tl.int64)[:, None] * (3 * G)
+    held = ()
+    for i in tl.static_range(AHEAD):
+        at = i * BLOCK_G + group
+        held = held + (words_at(rows, at, (at < G)[None, :], RUN, MASKED),)  # type: ignore[assignment]
     scale = tl.load(scale_ptr + row)
-    bias = tl.zeros([TILES * 16], tl.float32)
+    outlying, values = outliers_of(columns_ptr, values_ptr, row, OUTLIERS)
+    bias = tl.zeros([BLOCK_N], tl.float32)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + row).to(tl.float32)
-    e, n = tl.arange(0, 128)[None, None, :], tl.arange(0, 8)
-    if not ORDERED:
-        place = row[:, None] * OUTLIERS + tl.arange(0, OUTLIERS)[None, :]
-        outlying, values = tl.load(columns_ptr + place), tl.load(values_ptr + place)
     await_inputs(PDL)
     release_dependents(PDL)
-    x_rows = ()
-    if ORDERED:
-        for block in tl.static_range(BLOCKS):
-            x_rows = x_rows + (ordered_ptr.to(tl.pointer_type(tl.int32)) + block * (STEPS * 256),)  # type: ignore
-    else:
-        token = tl.minimum(e // 16, M - 1).to(tl.int64)
-        x_rows = x_rows + (x_ptr.to(tl.pointer_type(tl.int32)) + token * (x_stride // 2),)  # type: ignore
-        token = tl.minimum(n, M - 1).to(tl.int64)
-        gathered = tl.load(x_ptr + token[None, :, None] * x_stride + outlying[:, None, :])
-    found = multiply(words, held, x_rows, words_ptr, STEPS, R, SHARES, W, BLOCKS, AHEAD, ORDERED)
-    for block in tl.static_range(BLOCKS):
-        token = block * 8 + n
-        target = token.to(tl.int64)[None, :] * N + column[:, None]
-        inside = known[:, None] & (token < M)[None, :]
-        y = summed(found[block], R, SHARES, W) * scale[:, None] + bias[:, None]
-        if ORDERED:
-            y += tl.load(beside_ptr + target, mask=inside, other=0.0)
-        else:
-            y += tl.sum(gathered.to(tl.float32) * values.to(tl.float32)[:, None, :], axis=2)
-        tl.store(y_ptr + target, cast(y, y_ptr.dtype.element_ty), mask=inside)
+    gathered = tl.load(x_ptr + outlying)
+    acc = tl.zeros([BLOCK_N, BLOCK_G], tl.float32)
+    for i in tl.static_range(BLOCKS):
+        if i + AHEAD < BLOCKS:
+            at = (i + AHEAD) * BLOCK_G + group
+            held = held + (words_at(rows, at, (at < G)[None, :], RUN, MASKED),)  # type: ignore[assignment]
+        at = i * BLOCK_G + group
+        acc = add_products(acc, held[i], x_ptr, at, (at < G)[None, :], RUN, MASKED)
+    y = tl.sum(acc, axis=1) * scale + outlying_sum(gathered, values) + bias
+    tl.store(y_ptr + column, cast(y, y_ptr.dtype.element_ty), mask=known)
 
 
-@kernel
-def order_kernel(
-    x_ptr, ordered_ptr, beside_ptr, columns_ptr, values_ptr, M, N, x_stride, width,
-    OUTLIERS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Write rows of x as :func:`bf12_kernel` reads them, or what outliers of BLOCK outputs add to the product."""
-    program, place = tl.program_id(0), tl.arange(0, BLOCK)
-    parts = tl.cdiv(width, BLOCK)
-    if program < M * parts:
-        await_inputs(PDL)
-        release_dependents(PDL)
-        order(x_ptr, ordered_ptr, program // parts, program % parts * BLOCK + place, x_stride, width)
-    else:
-        column = (program - M * parts) * BLOCK + place
-        token, known = tl.arange(0, TOKENS), column < N
-        sums = tl.zeros([TOKENS, BLOCK], tl.float32)
-        await_inputs(PDL)
-        release_dependents(PDL)
-        for i in tl.static_range(OUTLIERS):
-            outlying = tl.load(columns_ptr + column * OUTLIERS + i, mask=known, other=0)
-            value = tl.load(values_ptr + column * OUTLIERS + i, mask=known, other=0.0).to(tl.float32)
-            rows = tl.minimum(token, M - 1).to(tl.int64)[:, None] * x_stride
-            some = (value != 0.0)[None, :] & (token < M)[:, None]
-            sums += tl.load(x_ptr + rows + outlying[None, :], mask=some, other=0.0).to(tl.float32) * value[None, :]
-        target = token.to(tl.int64)[:, None] * N + column[None, :]
-        tl.store(beside_ptr + target, sums, mask=known[None, :] & (token < M)[:, None])
+class Plan(NamedTuple):
+    """A program's rows and groups, its warps, and how many tiles it holds."""
+
+    n: int
+    g: int
+    warps: int
+    ahead: int
+
+
+# As whole decode steps were fastest on an H200: see benchmarks/notes/bf12.md.
+SHORT, LONG = Plan(2, 128, 1, 2), Plan(4, 512, 4, 1)
+
+
+def plan_of(k: int) -> Plan:
+    """Return the plan of rows of so many columns."""
+    return LONG if k > 8192 else SHORT
+
+
+@lru_cache(maxsize=4096)
+def _launch(
+    n: int, k: int, outliers: int, bias: bool, out_dtype: torch.dtype, plan: Plan, device: torch.device
+) -> Callable[..., torch.Tensor]:
+    groups = k // 8
+    blocks = cdiv(groups, plan.g)
+    return bf12_vector_kernel.at(
+        (cdiv(n, plan.n),), n, groups, makes={6: New((1, n), out_dtype)},
+        HAS_BIAS=bias, MASKED=groups % plan.g != 0, BLOCKS=blocks, AHEAD=min(plan.ahead, blocks), OUTLIERS=outliers,
+        RUN=run_of(k), BLOCK_N=plan.n, BLOCK_G=plan.g, num_warps=plan.warps, **dependent_launch(device),
+    )  # fmt: skip
+
+
+def _fake(
+    x: torch.Tensor, words: torch.Tensor, scale: torch.Tensor, columns: torch.Tensor, values: torch.Tensor,
+    bias: torch.Tensor | None, out_dtype: torch.dtype, plan: list[int],
+) -> torch.Tensor:  # fmt: skip
+    return x.new_empty(1, words.shape[0], dtype=out_dtype)
+
+
+@operator("linear_bf12", _fake)
+def _linear_bf12(
+    x: torch.Tensor, words: torch.Tensor, scale: torch.Tensor, columns: torch.Tensor, values: torch.Tensor,
+    bias: torch.Tensor | None, out_dtype: torch.dtype, plan: list[int],
+) -> torch.Tensor:  # fmt: skip
+    how = Plan(*plan) if plan else plan_of(x.shape[1])
+    launch = _launch(len(words), x.shape[1], columns.shape[1], bias is not None, out_dtype, how, x.device)
+    y: torch.Tensor = launch(x.contiguous(), words, scale, columns, values, x if bias is None else bias)
+    return y
+
+
+def linear_bf12(
+    x: torch.Tensor, weight: BF12Weights, bias: torch.Tensor | None, out_dtype: torch.dtype, plan: Plan | None = None
+) -> torch.Tensor:
+    """Return ``x`` ``[…, K]``, one row, times bf12 weights ``[N, K]``: ``[…, N]``, a new tensor; capture-safe."""
+    row = x.view(1, x.shape[-1]) if x.is_contiguous() else x.reshape(1, x.shape[-1])
+    y: torch.Tensor = _linear_bf12(row, *weight, bias, out_dtype, list(plan or ()))
+    return y.view(*x.shape[:-1], y.shape[1])
+
+
+class BF12Linear:
+    """A backend's call with weights of its own: one token, whatever weight it is given."""
+
+    def __init__(self, weight: BF12Weights, out_dtype: torch.dtype) -> None:
+        self.weight, self.out_dtype = weight, out_dtype
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return ``y`` ``[…, N]``, a new tensor."""
+        return linear_bf12(x, self.weight, bias, self.out_dtype)
