@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from fastlayers.attention.buckets import TOKENS, ExtendBucket, ExtendBuckets
+from fastlayers.attention.core import AttentionCore
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.comm.collectives import by_nccl, collectives
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 __all__ = ["ModelStep", "Part", "Pending", "Row", "StepKey"]
 # Besides the sampler's modes: nobody draws, so there is no head.
 NO_DRAW = "none"
+EXPANDED = "a long prefix is expanded, as in no captured step"
 
 
 class ModelStep(CapturedSteps):
@@ -141,6 +143,8 @@ class ModelStep(CapturedSteps):
         self.weights = WeightsWatch(model)
         self._images = getattr(model, "tower", None) is not None
         self._balancer = getattr(model, "balancer", None)  # where experts move between steps
+        # Layers of one model take the same way.
+        self._attention = next((each for each in model.modules() if isinstance(each, AttentionCore)), None)
         self._ranks = collectives(model.parallel.tp if hasattr(model, "parallel") else SINGLE)
         self._size, self._mode = 0, "greedy"
         self._bucket: int | None = None
@@ -354,7 +358,7 @@ class ModelStep(CapturedSteps):
             [part.pages for part in parts],
         )
         images = any(part.images is not None for part in parts)
-        key = None if images else self._extend_key(batch.num_tokens, len(parts), mode, capture)
+        key = None if images else self._extend_key(batch, mode, capture)
         bucket = None if key is None else self._extend_bucket(key)
         meta = self._plan("extend", batch, bucket, shares)
         self.inputs.write([(part.ids, part.row) for part in parts], batch.query_lens, bucket)
@@ -372,9 +376,13 @@ class ModelStep(CapturedSteps):
     def _extend_bucket(self, key: StepKey) -> ExtendBucket:
         return ExtendBucket(key.tokens, key.requests)
 
-    def _extend_key(self, tokens: int, requests: int, mode: str, capture: bool) -> StepKey | None:
+    def _extend_key(self, batch: AttentionBatch, mode: str, capture: bool) -> StepKey | None:
         """Return the graph to replay; ``None`` after counting why there is none."""
-        found = "CUDA graphs are off" if self.graphs is None else self.extend_buckets.bucket_of(tokens, requests)
+        found: ExtendBucket | str = "CUDA graphs are off"
+        if self.graphs is not None:
+            found = self.extend_buckets.bucket_of(batch.num_tokens, len(batch.query_lens))
+            if isinstance(found, ExtendBucket) and self._outweighs_capture(batch, mode):
+                found = EXPANDED
         if isinstance(found, ExtendBucket):
             key = StepKey("extend", found.tokens, found.requests, mode)
             if capture:
@@ -384,6 +392,10 @@ class ModelStep(CapturedSteps):
             found = self.missing(key, f"the first step of {found.tokens} tokens and {found.requests} requests")
         self.uncaptured[found] += 1
         return None
+
+    def _outweighs_capture(self, batch: AttentionBatch, mode: str) -> bool:
+        """Return whether layers take a way through an extend that is worth an uncaptured step."""
+        return self._attention is not None and self._attention.outweighs_capture(batch)
 
     def capture_wanted(self) -> None:
         """Capture the buckets of extends that were met and are new: when nobody waits for a token."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fastlayers.attention.meta import AttentionBatch
-from fastlayers.attention.mla.prefix_chunks import MLAThresholds, prefix_chunks, select_path
+from fastlayers.attention.mla.prefix_chunks import MLAThresholds, outweighs_capture, prefix_chunks, select_path
 
 USUAL, HEADS = MLAThresholds(), 128
 # What engines for DeepSeek-V3 on Hopper take.
@@ -119,6 +119,25 @@ def test_each_threshold_moves_its_own_edge() -> None:
         (MLAThresholds(few=199), "mha_one_shot"), (MLAThresholds(few=200), "mqa"),
     ):  # fmt: skip
         assert select_path(long, thresholds, HEADS) == path, thresholds
+
+
+@pytest.mark.parametrize(
+    ("new", "prefix", "heads", "leaves"),
+    [
+        ((512,), (32768,), 128, True), ((256,), (8192,), 128, True), ((512,), (32768,), 16, True),
+        # Short enough that a host may take longer to launch it.
+        ((256,), (7900,), 128, False), ((512,), (2048,), 128, False), ((512,), (32000,), 16, False),
+        # Latents are the faster way: there are few new tokens.
+        ((128,), (131072,), 128, False), ((4,) * 64, (32768,) * 64, 128, False),
+        # There is no prefix to expand.
+        ((8192,), (0,), 128, False),
+    ],
+)  # fmt: skip
+def test_long_prefixes_are_not_left_to_captured_steps(
+    new: tuple[int, ...], prefix: tuple[int, ...], heads: int, leaves: bool
+) -> None:
+    assert outweighs_capture(batch(new, prefix), USUAL, heads) is leaves
+    assert not outweighs_capture(batch(new, prefix), MLAThresholds(uncaptured=1 << 62), heads)
 
 
 def test_masks_go_where_they_are_masked() -> None:

@@ -14,7 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from fastlayers.attention.buckets import ExtendBuckets
 from fastlayers.registry import Backend
+from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
+from fastlayers_models.step import ModelStep
+from fastlayers_server.engine.executor import TorchExecutor
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,7 +118,39 @@ def test_ways_of_latent_attention_agree_on_all_pages(tmp_path: Path) -> None:
 def test_first_tokens_behind_a_cached_prefix(tmp_path: Path) -> None:
     _, *rows = rows_of(tmp_path, "prefix_first_token.py", "--small", "--device", "cpu")
     assert [row["way"] for row in rows] == ["one shot", "two chunks", "latents"]
-    assert all(row["ms"] > 0 and (row["prefix"], row["new"], row["layers"]) == (256, 32, 2) for row in rows)
+    assert [row["path"] for row in rows] == ["mha_one_shot", "mha_chunked", "mqa"]
+    for row in rows:
+        assert row["ms"] > row["planned_ms"] + row["launch_ms"] > row["planned_ms"] > 0 and not row["captured"]
+        assert (row["prefix"], row["new"], row["layers"]) == (256, 32, 2)
+
+
+@pytest.fixture
+def captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have servers capture their steps as on a GPU, where an extend of 32 tokens is padded to a bucket."""
+    startup = import_module("fastlayers_server.engine.startup")
+
+    def made(*given: Any, cuda_graph: Any, **options: Any) -> Any:
+        graphs = CudaGraphs(runtime=EagerRuntime(), warm_ups=1)
+        buckets = ExtendBuckets((32,), (1, 4))
+        return TorchExecutor(*given, graphs=graphs, extend_buckets=buckets, **options)
+
+    monkeypatch.setattr(startup, "TorchExecutor", made)
+
+
+@pytest.mark.usefixtures("captured_steps")
+def test_first_tokens_take_the_way_they_are_named_for_where_steps_are_captured(tmp_path: Path) -> None:
+    _, *rows = rows_of(tmp_path, "prefix_first_token.py", "--small", "--device", "cpu")
+    assert [(row["way"], row["path"], row["captured"]) for row in rows] == [
+        ("one shot", "mha_one_shot", False), ("two chunks", "mha_chunked", False), ("latents", "mqa", True),
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("captured_steps")
+def test_first_tokens_of_another_way_are_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As all three were once: captured steps attend to latents."""
+    monkeypatch.setattr(ModelStep, "_outweighs_capture", lambda *given: False)
+    with pytest.raises(RuntimeError, match=r"layers took \['mqa'\] in a step padded to .*, not mha_one_shot"):
+        rows_of(tmp_path, "prefix_first_token.py", "--small", "--device", "cpu")
 
 
 COLD = """

@@ -15,6 +15,7 @@ import fastlayers as fl
 import fastlayers_models
 from fastlayers.attention.buckets import ExtendBucket, ExtendBuckets
 from fastlayers.attention.meta import AttentionBatch, AttentionState
+from fastlayers.attention.mla.prefix_chunks import MLAThresholds
 from fastlayers.comm.parallel import AXES, Axis, ParallelSpec
 from fastlayers.errors import ArgumentError, CaptureError
 from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
@@ -23,7 +24,7 @@ from fastlayers_models.deepseek import DeepseekForCausalLM
 from fastlayers_models.generate import Generator
 from fastlayers_models.qwen import QwenConfig, QwenForCausalLM
 from fastlayers_models.rows import IN_FLIGHT, ExtendInputs, RowTable
-from fastlayers_models.step import ModelStep, Part, Row, StepKey, _capturable
+from fastlayers_models.step import EXPANDED, ModelStep, Part, Row, StepKey, _capturable
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small_models import GPT_OSS, QWEN3, QWEN3_MOE, small_model
@@ -96,6 +97,27 @@ def trace(model: Any, captured: bool, params: list[SamplingParams], **options: A
         if parts:
             out.append(served.step.extend(parts, capture=captured).tokens())
     return out, served
+
+
+def test_a_prefix_worth_it_is_expanded_in_an_uncaptured_step() -> None:
+    """And the tokens are those of steps that are never captured."""
+    model, told = make("deepseek"), []
+    for layer in model.modules():
+        if isinstance(layer, fl.MLAAttention):
+            layer.thresholds = MLAThresholds(few=8, uncaptured=16 * 40 * layer.num_heads)
+    ids = torch.randint(3, 90, (80,), generator=torch.Generator().manual_seed(5)).tolist()
+    for captured in (True, False):
+        served = Requests(model, captured)
+        served.step.load([Row(0, GREEDY, 0, 0)] * 5, capture=False)
+        tokens = []
+        # Nothing cached; 16 tokens behind 24, which are just enough; 12 behind 40, which are not; 28 behind 52.
+        for first, last in ((0, 24), (24, 40), (40, 52), (52, 80)):
+            part = served.part(0, ids[first:last], first, True)
+            tokens += served.step.extend([part], capture=captured).tokens()
+        told.append(tokens)
+        expanded = served.step.uncaptured[EXPANDED]
+        assert expanded == (2 if captured else 0), served.step.uncaptured
+    assert told[0] == told[1]
 
 
 ALL_GREEDY, MIXED = [GREEDY] * 5, [GREEDY, DRAWN, GREEDY, DRAWN, DRAWN]

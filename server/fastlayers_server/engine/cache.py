@@ -17,6 +17,8 @@ from array import array
 from collections.abc import Iterator, Sequence
 from itertools import count
 
+WIDTH = array("i").itemsize  # bytes of a token id in a key
+
 
 class Node:
     """A block of tokens under its parent; ``users`` are the live requests whose tokens begin with this path.
@@ -88,12 +90,16 @@ class PrefixCache:
         """Take private pages back."""
         self._free.extend(pages)
 
-    def match(self, namespace: bytes, tokens: Sequence[int], limit: int) -> list[Node]:
-        """Return the path of remembered blocks that ``tokens`` begin with, of at most ``limit`` tokens."""
+    def match(self, namespace: bytes, tokens: Sequence[int], limit: int, packed: bytes = b"") -> list[Node]:
+        """Return the path of remembered blocks that ``tokens`` begin with, of at most ``limit`` tokens.
+
+        ``packed``: the first of them as they came, by :func:`fastlayers_server.engine.protocol.pack_ids`. To pack a
+        long prompt again takes longer than to look it up.
+        """
         node, path = self._roots.get(namespace), []
         if node is None:
             return []
-        for key in self._keys(tokens, 0, limit // self.block):
+        for key in self._keys(tokens, 0, limit // self.block, packed):
             node = node.children.get(key)
             if node is None:
                 break
@@ -187,9 +193,12 @@ class PrefixCache:
             if node.parent is not None:
                 yield node
 
-    def _keys(self, tokens: Sequence[int], first: int, last: int) -> Iterator[bytes]:
-        size = self.block
-        for index in range(first, last):
+    def _keys(self, tokens: Sequence[int], first: int, last: int, packed: bytes = b"") -> Iterator[bytes]:
+        size, width = self.block, self.block * WIDTH
+        there = max(first, min(last, len(packed) // width))
+        for index in range(first, there):
+            yield packed[index * width : (index + 1) * width]
+        for index in range(there, last):
             yield array("i", tokens[index * size : (index + 1) * size]).tobytes()
 
     def _push(self, node: Node) -> None:

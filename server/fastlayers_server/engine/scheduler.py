@@ -242,7 +242,8 @@ class Scheduler:
     def _hit(self, request: Request) -> list[Node]:
         if request.submit.prompt_logprobs >= 0 and (self.config.piece or not request.told):
             return []
-        path = self.cache.match(request.submit.namespace, request.tokens, len(request.tokens) - 1)
+        submit, tokens = request.submit, request.tokens
+        path = self.cache.match(submit.namespace, tokens, len(tokens) - 1, submit.prompt)
         if piece := self.config.piece:
             del path[len(path) * self.cache.block // piece * piece // self.cache.block :]
         return path[:-1] if self.config.drop_last_block else path

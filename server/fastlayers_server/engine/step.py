@@ -179,7 +179,7 @@ class SlotStep(ModelStep):
         batch = AttentionBatch(lengths, begins, table, (), parents)
         # Also when they are told already: a prompt that is computed again is computed alike.
         wants_all = any(chunk.request.submit.prompt_logprobs >= 0 for chunk in chunks)
-        key = None if wants_all else self._extend_key(batch.num_tokens, len(slots), mode, False)
+        key = None if wants_all else self._extend_key(batch, mode, False)
         if key is not None and longest <= SHORT_CONTEXT and mode != LOGITS:
             short = key._replace(longest=SHORT_CONTEXT)
             key = short if self._is_captured(short) else key
@@ -196,6 +196,9 @@ class SlotStep(ModelStep):
             return self.graphs.replay(key)[: len(slots)] if mode == LOGITS else self.graphs.replay(key), None
         hidden = self._forward(meta, mode)
         return self._finish(meta, hidden, mode), hidden
+
+    def _outweighs_capture(self, batch: AttentionBatch, mode: str) -> bool:
+        return mode == LOGITS and super()._outweighs_capture(batch, mode)  # drafts are few, and verified captured
 
     def _extend_bucket(self, key: StepKey) -> ExtendBucket:
         each = min(self.verify_each, key.tokens) if key.mode in (VERIFY, TREE, ALL) else 0

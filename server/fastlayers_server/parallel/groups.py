@@ -102,7 +102,7 @@ class Groups:
         work = [sum(r.end - r.kv for r in scheduler.live.values()) for scheduler in self.each]
         least = work.index(min(work))
         cached = [
-            len(scheduler.cache.match(submit.namespace, ids, len(ids) - 1)) * scheduler.cache.block
+            len(scheduler.cache.match(submit.namespace, ids, len(ids) - 1, submit.prompt)) * scheduler.cache.block
             for scheduler in self.each
         ]  # fmt: skip
         most = cached.index(max(cached))

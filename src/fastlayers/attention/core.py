@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from fastlayers import env
 from fastlayers.attention.context_buckets import CONTEXTS, context_of
 from fastlayers.attention.kv_cache.spec import LayerCache
-from fastlayers.attention.meta import AttentionMeta, check_pages, check_slots, check_step
+from fastlayers.attention.meta import AttentionBatch, AttentionMeta, check_pages, check_slots, check_step
 from fastlayers.comm.parallel import Shard
 from fastlayers.errors import ArgumentError, check_tensor, free_to_look
 from fastlayers.layer import Layer, check_asked
@@ -191,6 +191,10 @@ class AttentionCore(Layer):
     def long_prefix(self, tokens: int) -> str:
         """Return the path that steps of so many tokens, cached and new ones, take alone; ``""``: there is none."""
         return ""
+
+    def outweighs_capture(self, batch: AttentionBatch) -> bool:
+        """Return whether an extend takes a way here that no captured step takes, and that saves more than launches."""
+        return False
 
     def check(self, argument: str, hidden: torch.Tensor, meta: AttentionMeta, cache: LayerCache) -> None:
         """Raise :class:`ArgumentError` unless the inputs of ``forward`` fit; ``argument`` is the name of the first."""

@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from fastlayers_server.engine.cache import PrefixCache
 from fastlayers_server.engine.config import SchedulerConfig
+from fastlayers_server.engine.protocol import pack_ids
 from fastlayers_server.engine.request import RUNNING
 from fastlayers_server.engine.scheduler import Scheduler
 from fastlayers_server.parallel.frames import Mirror
@@ -281,6 +282,19 @@ def test_what_the_cache_keeps_beside_its_pages_is_no_more_than_they_are() -> Non
     assert len(cache._heap) <= 8
 
 
+@pytest.mark.parametrize("known", [0, 15, 16, 40, 63, 64])
+def test_a_prompt_is_found_alike_as_it_came(known: int) -> None:
+    """Packed as far as it is, whichever block the packed part ends in, and where tokens differ behind it or in it."""
+    cache, prompt = PrefixCache(9, 16), list(range(64))
+    path, pages = [], cache.take(4)  # type: ignore[var-annotated]
+    cache.publish(b"", path, prompt, pages, 4)
+    for limit in range(-1, 65):
+        assert cache.match(b"", prompt, limit, pack_ids(prompt[:known])) == path[: max(0, limit) // 16]
+    for place in (0, 20, 47, 63):
+        other = [*prompt[:place], 99, *prompt[place + 1 :]]
+        assert cache.match(b"", other, 64, pack_ids(other[:known])) == path[: place // 16]
+
+
 def test_who_ended_is_not_kept_until_its_deadline() -> None:
     world = World(config(16, 4.0, 96))
     rid = world.submit(tokens(0, 40), 4, deadline=3600.0)
@@ -300,7 +314,7 @@ def forgetful_release(cache: PrefixCache) -> None:
 
 def shared_namespaces(cache: PrefixCache) -> None:
     match, publish = cache.match, cache.publish
-    cache.match = lambda namespace, tokens, limit: match(b"", tokens, limit)  # type: ignore[method-assign]
+    cache.match = lambda namespace, *rest: match(b"", *rest)  # type: ignore[method-assign]
     cache.publish = lambda namespace, *rest: publish(b"", *rest)  # type: ignore[method-assign]
 
 
@@ -310,7 +324,7 @@ def hit_not_locked(cache: PrefixCache) -> None:
 
 def whole_prompt_hit(cache: PrefixCache) -> None:
     match = cache.match
-    cache.match = lambda namespace, tokens, limit: match(namespace, tokens, limit + 1)  # type: ignore[method-assign]
+    cache.match = lambda namespace, tokens, limit, *rest: match(namespace, tokens, limit + 1, *rest)  # type: ignore[method-assign]
 
 
 def given_twice(cache: PrefixCache) -> None:

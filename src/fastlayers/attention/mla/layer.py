@@ -26,10 +26,10 @@ from torch.autograd import forward_ad
 from fastlayers.attention.core import AttentionCore, Projections
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.merge_state.layer import MergeState
-from fastlayers.attention.meta import AttentionMeta, check_loc
+from fastlayers.attention.meta import AttentionBatch, AttentionMeta, check_loc
 from fastlayers.attention.mla.config import FEW, MLA, NAME, MLAConfig
 from fastlayers.attention.mla.fp8_absorb import QuantisedAbsorb
-from fastlayers.attention.mla.prefix_chunks import PATHS, Expansion, MLAThresholds, select_path
+from fastlayers.attention.mla.prefix_chunks import PATHS, Expansion, MLAThresholds, outweighs_capture, select_path
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite
 from fastlayers.comm.parallel import REPLICATED, SINGLE, Axis, Shard
 from fastlayers.errors import ArgumentError, as_integers, check_kind, check_plain, check_positive
@@ -297,6 +297,10 @@ class MLAAttention(AttentionCore):
     def long_prefix(self, tokens: int) -> str:
         """Return the path of prefixes that are expanded chunk by chunk, if steps of so many tokens reach it."""
         return "mha_chunked" if tokens > self.thresholds.one_shot else ""
+
+    def outweighs_capture(self, batch: AttentionBatch) -> bool:
+        """Return whether an extend of a long prefix had better expand it: captured ones attend to latents."""
+        return outweighs_capture(batch, self.thresholds, self.num_heads)
 
     def forward(self, hidden_states: torch.Tensor, meta: AttentionMeta, cache: LayerCache) -> torch.Tensor:
         """Attend; the new tokens' latents are written to ``cache`` first.

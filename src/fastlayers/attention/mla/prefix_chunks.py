@@ -30,6 +30,9 @@ from fastlayers.errors import check_fields, check_positive
 
 # Measured with 128 heads and with 16.
 MANY_HEADS = 64
+# What 256 tokens behind 8,192 have with 128 heads, in round numbers: expanded they took a layer 1.7 ms of an H200, to
+# attend to latents 2.6. From there on a device is thought to take longer for a layer than a host to launch it.
+WORTH_LAUNCHING = 1 << 28
 PATHS = ("mqa", "mha", "mha_one_shot", "mha_chunked")
 
 
@@ -48,17 +51,22 @@ class MLAThresholds:
     few : int, optional
         Up to this many new tokens that a cached or new token meets in the mean over the batch (where all requests have
         as many: of each), an extend attends to latents however long its prefix is. Default: as measured for the heads.
+    uncaptured : int
+        From so many pairs of a new token and one that it may meet on, times heads, an extend that would expand its
+        prefix runs uncaptured, where it can: captured ones attend to latents.
     """
 
     prefix: int = 1
     one_shot: int = 131072
     chunk: int = 131072
     few: int | None = None
+    uncaptured: int = WORTH_LAUNCHING
 
     def __post_init__(self) -> None:
         check_fields("MLAThresholds", self)
         check_positive("MLAThresholds", prefix=self.prefix, one_shot=self.one_shot, chunk=self.chunk)
         check_positive("MLAThresholds", few=1 if self.few is None else self.few)
+        check_positive("MLAThresholds", uncaptured=self.uncaptured)
 
     def few_of(self, heads: int) -> int:
         """Return ``few`` for so many heads: expanded keys of few heads are small, and their products slow."""
@@ -80,6 +88,14 @@ def select_path(batch: AttentionBatch, thresholds: MLAThresholds, heads: int) ->
     if prefix < thresholds.prefix or met <= tokens * thresholds.few_of(heads):
         return "mqa"
     return "mha_one_shot" if tokens <= thresholds.one_shot else "mha_chunked"
+
+
+def outweighs_capture(batch: AttentionBatch, thresholds: MLAThresholds, heads: int) -> bool:
+    """Return whether a batch had better expand its prefix in an uncaptured step. Pure, host data only."""
+    pairs = sum(map(mul, batch.query_lens, batch.seq_lens))
+    if pairs * heads < thresholds.uncaptured:
+        return False
+    return select_path(batch, thresholds, heads) in ("mha_one_shot", "mha_chunked")
 
 
 def prefix_chunks(prefix_lens: tuple[int, ...], capacity: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
