@@ -114,14 +114,18 @@ def bf12_out_kernel(
 class Plan(NamedTuple):
     """Rows and groups of a program, warps and tiles held, of the first product and of the second."""
 
-    n1: int = 2
-    g1: int = 128
-    warps1: int = 2
-    ahead1: int = 1
-    n2: int = 2
-    g2: int = 32
-    warps2: int = 2
-    ahead2: int = 1
+    n1: int
+    g1: int
+    warps1: int
+    ahead1: int
+    n2: int
+    g2: int
+    warps2: int
+    ahead2: int
+
+
+# As whole decode steps were fastest on an H200: see benchmarks/notes/bf12.md.
+PLAN = Plan(2, 128, 2, 1, 2, 32, 2, 1)
 
 
 @lru_cache(maxsize=4096)
@@ -174,7 +178,7 @@ def experts_bf12(
 ) -> torch.Tensor:  # fmt: skip
     """Return ``y`` ``[1, D]`` of one token ``x`` ``[1, D]``; weights are ``[E · 2I, D]`` and ``[E · D, I]``."""
     y: torch.Tensor = _experts_bf12(
-        x, topk_weights, topk_ids, *w13, *w2, experts, oai, alpha, limit, factor, list(plan or Plan())
+        x, topk_weights, topk_ids, *w13, *w2, experts, oai, alpha, limit, factor, list(plan or PLAN)
     )
     return y
 
