@@ -37,6 +37,12 @@ def _upper(pair):
 
 
 @triton.jit
+def row_words(words_ptr, row, G):
+    """Return where the words of rows begin: at 16 bytes, whatever a row's length."""
+    return words_ptr + row.to(tl.int64)[:, None] * (3 * tl.multiple_of(G, 8))
+
+
+@triton.jit
 def words_at(rows, group, here, RUN: tl.constexpr, MASKED: tl.constexpr):
     """Return a tile of the three runs, which L2 gives up first; ``here``: what there is of it, if it is MASKED."""
     place = rows + (group // RUN * (3 * RUN) + group % RUN)[None, :]

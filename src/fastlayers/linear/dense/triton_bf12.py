@@ -16,7 +16,7 @@ import triton.language as tl
 from fastlayers.integers import cdiv
 from fastlayers.operators import operator
 from fastlayers.quant.bf12 import BF12Weights, run_of
-from fastlayers.quant.bf12_tiles import add_products, outliers_of, outlying_sum, words_at
+from fastlayers.quant.bf12_tiles import add_products, outliers_of, outlying_sum, row_words, words_at
 from fastlayers.runtime.launch import New, kernel
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
@@ -32,7 +32,7 @@ def bf12_vector_kernel(
     known = column < N
     # Rows beyond the edge read a valid one again; their results are never stored.
     row = tl.minimum(column, N - 1)
-    rows = words_ptr + row.to(tl.int64)[:, None] * (3 * G)
+    rows = row_words(words_ptr, row, G)
     held = ()
     for i in tl.static_range(AHEAD):
         at = i * BLOCK_G + group

@@ -20,7 +20,7 @@ from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.triton.activation import activation_of
 from fastlayers.operators import operator
 from fastlayers.quant.bf12 import BF12Weights, run_of
-from fastlayers.quant.bf12_tiles import add_products, outliers_of, outlying_sum, words_at
+from fastlayers.quant.bf12_tiles import add_products, outliers_of, outlying_sum, row_words, words_at
 from fastlayers.runtime.launch import kernel
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
@@ -43,7 +43,7 @@ def bf12_in_kernel(
         return
     gate_row = expert * 2 * I + inside
     up_row = gate_row + I
-    gate_rows, up_rows = words_ptr + gate_row[:, None] * (3 * G), words_ptr + up_row[:, None] * (3 * G)
+    gate_rows, up_rows = row_words(words_ptr, gate_row, G), row_words(words_ptr, up_row, G)
     gates = ()
     ups = ()
     for i in tl.static_range(AHEAD):
@@ -84,7 +84,7 @@ def bf12_out_kernel(
     expert = tl.load(ids_ptr + pair, mask=pair < TOP_K, other=-1).to(tl.int64)
     here = (expert >= 0) & (expert < num_experts) & (column < D)
     out_row = tl.where(here, expert * D + column, 0)
-    rows = words_ptr + out_row[:, None] * (3 * G)
+    rows = row_words(words_ptr, out_row, G)
     held = ()
     for i in tl.static_range(AHEAD):
         at = i * BLOCK_G + group
@@ -95,7 +95,7 @@ def bf12_out_kernel(
     await_inputs(PDL)
     release_dependents(PDL)
     # The rows of dropped pairs were never written.
-    a_rows = a_ptr + (pair * (8 * G))[:, None]
+    a_rows = a_ptr + (pair * (8 * tl.multiple_of(G, 8)))[:, None]
     gathered = tl.load(a_rows + outlying, mask=here[:, None], other=0.0)
     acc = tl.zeros([ROWS, BLOCK_G], tl.float32)
     for i in tl.static_range(BLOCKS):
@@ -125,7 +125,7 @@ class Plan(NamedTuple):
 
 
 # As whole decode steps were fastest on an H200: see benchmarks/notes/bf12.md.
-PLAN = Plan(2, 128, 2, 1, 2, 32, 2, 1)
+PLAN = Plan(2, 128, 1, 2, 2, 32, 1, 1)
 
 
 @lru_cache(maxsize=4096)
