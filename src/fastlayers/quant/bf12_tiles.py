@@ -38,8 +38,8 @@ def _upper(pair):
 
 @triton.jit
 def row_words(words_ptr, row, G):
-    """Return where the words of rows begin: at 16 bytes, whatever a row's length."""
-    return words_ptr + row.to(tl.int64)[:, None] * (3 * tl.multiple_of(G, 8))
+    """Return where the words of rows of G groups begin."""
+    return words_ptr + row.to(tl.int64)[:, None] * (3 * G)
 
 
 @triton.jit

@@ -23,11 +23,12 @@ from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release
 
 @kernel
 def bf12_vector_kernel(
-    x_ptr, words_ptr, scale_ptr, columns_ptr, values_ptr, bias_ptr, y_ptr, N, G,
+    x_ptr, words_ptr, scale_ptr, columns_ptr, values_ptr, bias_ptr, y_ptr, N, CHUNKS,
     HAS_BIAS: tl.constexpr, MASKED: tl.constexpr, BLOCKS: tl.constexpr, AHEAD: tl.constexpr, OUTLIERS: tl.constexpr,
     RUN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply BLOCK_N rows of the weight by the row of x, BLOCKS tiles of groups each."""
+    G = CHUNKS * 8  # so that rows are known to begin at 16 bytes
     column, group = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_G)
     known = column < N
     # Rows beyond the edge read a valid one again; their results are never stored.
@@ -81,7 +82,7 @@ def _launch(
     groups = k // 8
     blocks = cdiv(groups, plan.g)
     return bf12_vector_kernel.at(
-        (cdiv(n, plan.n),), n, groups, makes={6: New((1, n), out_dtype)},
+        (cdiv(n, plan.n),), n, k // 64, makes={6: New((1, n), out_dtype)},
         HAS_BIAS=bias, MASKED=groups % plan.g != 0, BLOCKS=blocks, AHEAD=min(plan.ahead, blocks), OUTLIERS=outliers,
         RUN=run_of(k), BLOCK_N=plan.n, BLOCK_G=plan.g, num_warps=plan.warps, **dependent_launch(device),
     )  # fmt: skip

@@ -27,11 +27,12 @@ from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release
 
 @kernel(do_not_specialize=("num_experts",))
 def bf12_in_kernel(
-    x_ptr, words_ptr, scale_ptr, columns_ptr, values_ptr, ids_ptr, a_ptr, num_experts, I, G, alpha, limit,
+    x_ptr, words_ptr, scale_ptr, columns_ptr, values_ptr, ids_ptr, a_ptr, num_experts, I, CHUNKS, alpha, limit,
     OAI: tl.constexpr, MASKED: tl.constexpr, BLOCKS: tl.constexpr, AHEAD: tl.constexpr, OUTLIERS: tl.constexpr,
     RUN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply BLOCK_N gate rows and as many up rows of a pair's expert by the token, and apply the activation."""
+    G = CHUNKS * 8  # so that rows are known to begin at 16 bytes
     pair, group = tl.program_id(1), tl.arange(0, BLOCK_G)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Rows beyond the edge read the last one again; their results are never stored.
@@ -72,12 +73,13 @@ def bf12_in_kernel(
 
 @kernel(do_not_specialize=("num_experts",))
 def bf12_out_kernel(
-    a_ptr, words_ptr, scale_ptr, columns_ptr, values_ptr, ids_ptr, weights_ptr, y_ptr, num_experts, D, G, factor,
+    a_ptr, words_ptr, scale_ptr, columns_ptr, values_ptr, ids_ptr, weights_ptr, y_ptr, num_experts, D, CHUNKS, factor,
     TOP_K: tl.constexpr, SPAN: tl.constexpr, BLOCKS: tl.constexpr, AHEAD: tl.constexpr, OUTLIERS: tl.constexpr,
     RUN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write BLOCK_N outputs: rows of a tile are outputs × SPAN pairs, of which TOP_K are some."""
     ROWS: tl.constexpr = BLOCK_N * SPAN
+    G = CHUNKS * 8
     row, group = tl.arange(0, ROWS), tl.arange(0, BLOCK_G)
     pair, column = row % SPAN, tl.program_id(0) * BLOCK_N + row // SPAN
     # Ids and weights of the experts were there before the kernel in front began.
@@ -95,7 +97,7 @@ def bf12_out_kernel(
     await_inputs(PDL)
     release_dependents(PDL)
     # The rows of dropped pairs were never written.
-    a_rows = a_ptr + (pair * (8 * tl.multiple_of(G, 8)))[:, None]
+    a_rows = a_ptr + (pair * (8 * G))[:, None]
     gathered = tl.load(a_rows + outlying, mask=here[:, None], other=0.0)
     acc = tl.zeros([ROWS, BLOCK_G], tl.float32)
     for i in tl.static_range(BLOCKS):
@@ -137,12 +139,12 @@ def _launches(
     launch, groups1, groups2 = dependent_launch(device), hidden // 8, inner // 8
     blocks1, blocks2 = cdiv(groups1, plan.g1), cdiv(groups2, plan.g2)
     into = bf12_in_kernel.at(
-        (cdiv(inner, plan.n1), top_k), experts, inner, groups1, alpha, limit,
+        (cdiv(inner, plan.n1), top_k), experts, inner, hidden // 64, alpha, limit,
         OAI=oai, MASKED=groups1 % plan.g1 != 0, BLOCKS=blocks1, AHEAD=min(plan.ahead1, blocks1), OUTLIERS=outliers[0],
         RUN=run_of(hidden), BLOCK_N=plan.n1, BLOCK_G=plan.g1, num_warps=plan.warps1, **launch,
     )  # fmt: skip
     out = bf12_out_kernel.at(
-        (cdiv(hidden, plan.n2),), experts, hidden, groups2, factor,
+        (cdiv(hidden, plan.n2),), experts, hidden, inner // 64, factor,
         TOP_K=top_k, SPAN=next_power_of_2(top_k), BLOCKS=blocks2, AHEAD=min(plan.ahead2, blocks2),
         OUTLIERS=outliers[1], RUN=run_of(inner), BLOCK_N=plan.n2, BLOCK_G=plan.g2, num_warps=plan.warps2, **launch,
     )  # fmt: skip
