@@ -70,7 +70,7 @@ PROMPT, SHORT, LONG = 128, 8, 40
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 VARIANTS: dict[str, dict[str, Any]] = {
     "stock": {}, "stock_best": {"cache_implementation": "static"}, "patched": {"disable_compile": True}, "graph": {},
-    "overlap": {},
+    "overlap": {}, "bf12": {},
 }  # fmt: skip
 
 
@@ -99,11 +99,16 @@ def seconds(model: Any, ids: torch.Tensor, new: int, options: dict[str, Any]) ->
     return time.perf_counter() - begin, out[:, ids.shape[1] :]
 
 
-def by(variant: str, models: dict[str, Any]) -> Any:
-    """Return the model of a variant, which overlaps steps from now on, or not."""
-    if (driver := decode.driver_of(models[variant])) is not None:
-        driver.overlapping = variant == "overlap"
-    return models[variant]
+def by(variant: str, models: dict[str, Any], ids: torch.Tensor) -> Any:
+    """Return the model of a variant, which overlaps steps from now on, or not, and reads bf12 copies, or not."""
+    model = models[variant]
+    if (driver := decode.driver_of(model)) is not None:
+        driver.overlapping = variant in ("overlap", "bf12")
+        if driver.copies.wanted != (variant == "bf12"):
+            driver.clear()
+            driver.copies.wanted = variant == "bf12"
+            seconds(model, ids, SHORT, VARIANTS[variant])  # captures anew
+    return model
 
 
 def step_ms(model: Any, ids: torch.Tensor, options: dict[str, Any]) -> float:
@@ -204,11 +209,11 @@ def measure(args: argparse.Namespace, name: str, batch: int, models: dict[str, A
     for variant in args.variants:
         # Compiles, captures, allocates.
         for _ in range(2):
-            _, tokens[variant] = seconds(by(variant, models), ids, LONG, VARIANTS[variant])
+            _, tokens[variant] = seconds(by(variant, models, ids), ids, LONG, VARIANTS[variant])
         print(f"{name} batch {batch}: {variant} is warm", file=sys.stderr, flush=True)
     for _ in range(args.rounds):
         for variant in args.variants:
-            times[variant].append(step_ms(by(variant, models), ids, VARIANTS[variant]))
+            times[variant].append(step_ms(by(variant, models, ids), ids, VARIANTS[variant]))
     uncaptured = "stock" if "stock" in models else "patched"
     active = active_experts(models[uncaptured], ids, VARIANTS[uncaptured])
     row: dict[str, Any] = {
@@ -217,7 +222,7 @@ def measure(args: argparse.Namespace, name: str, batch: int, models: dict[str, A
         "copy_tb_s": rate / 1e12,
     }  # fmt: skip
     if "graph" in times:
-        seconds(models["graph"], ids, SHORT, {})
+        seconds(by("graph", models, ids), ids, SHORT, {})
         row["replay_ms"] = replay_ms(models["graph"])
         row["host_ms"] = row["ms"]["graph"] - row["replay_ms"]
         driver = decode.driver_of(models["graph"])
@@ -248,11 +253,11 @@ def main() -> None:
     for name in args.model:
         ours = build(name)
         print(fl.patch(ours, cuda_graph=True).summary(), file=sys.stderr)
-        models = dict.fromkeys(("patched", "graph", "overlap"), ours)
+        models = dict.fromkeys(("patched", "graph", "overlap", "bf12"), ours)
         if {"stock", "stock_best"} & set(args.variants):
             models["stock"] = models["stock_best"] = build(name)
         for batch in args.batch:
-            variants = [v for v in args.variants if v != "stock_best" or batch == 1]
+            variants = [v for v in args.variants if v not in ("stock_best", "bf12") or batch == 1]
             one = argparse.Namespace(**{**vars(args), "variants": variants})
             row = {**measure(one, name, batch, models, rate), **about}
             print(json.dumps(row), flush=True)

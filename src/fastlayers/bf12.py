@@ -37,12 +37,12 @@ class StoredBF12:
 
 @torch.no_grad()
 def store_bf12(model: nn.Module) -> StoredBF12:
-    """Let a model's plain bfloat16 layers keep a copy of their weights in 12 bits each, which serves steps of one token.
+    """Let a model's bfloat16 layers keep a copy of their weights in 12 bits each, which serves steps of one token.
 
     Such a step takes as long as reading its weights, and reads 0.75 of the bytes; weights are the same to the last bit
     (:mod:`fastlayers.quant.bf12`), sums are added in another order. Steps of more tokens compute with the weights, so
-    that copies cost 0.75 of their memory. A layer whose weights change forgets its copy, and a captured step is captured
-    again: call it behind loading, and again behind a change.
+    that copies cost 0.75 of their memory. A layer whose weights change forgets its copy, and a captured step is
+    captured again: call it behind loading, and again behind a change.
 
     Parameters
     ----------
@@ -74,6 +74,5 @@ def store_bf12(model: nn.Module) -> StoredBF12:
                 refused[name] = why
             else:
                 layers.append(name)
-                held = module.ladder.held.value
-                nbytes += held.nbytes if isinstance(module, Linear) else sum(each.nbytes for each in held)
+                nbytes += module.copied_bytes
     return StoredBF12(tuple(layers), nbytes, refused)

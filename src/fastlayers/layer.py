@@ -83,11 +83,15 @@ class Layer(WatchedModule):
         if isinstance(before, FirstRung):
             self.ladder = before.before(self.ladder)
 
-    def serve_one_token(self, value: Any, impl: Callable[..., Any], *sources: torch.Tensor) -> None:
-        """Compute one token by ``impl``, which has a copy ``value`` of these weights, until they change."""
+    def serve_one_token(self, impl: Callable[..., Any], *sources: torch.Tensor) -> None:
+        """Compute one token by ``impl``, which has copies of these weights, until they change."""
         self.weights_changed()
-        held = Packed(value, self, sources)
-        self.ladder = FirstRung(held, impl, self.ladder)
+        self.ladder = FirstRung(Packed(None, self, sources), impl, self.ladder)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of the copies that serve one token."""
+        return int(self.ladder.impl.nbytes) if isinstance(self.ladder, FirstRung) else 0
 
     def weights_changed(self) -> None:
         """Tell, and forget what served one token with a copy."""

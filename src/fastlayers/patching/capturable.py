@@ -9,10 +9,11 @@ from torch import nn
 
 from fastlayers.errors import ArgumentError
 from fastlayers.patching.classes import FastModule
-from fastlayers.patching.decoder import decoder_of
+from fastlayers.patching.decoder import FastDecoderLayer, decoder_of
 from fastlayers.patching.gqa import FastGQA
 from fastlayers.patching.matching import foreign_hooks
 from fastlayers.patching.mla import FastMLA
+from fastlayers.patching.report import PatchEntry
 
 
 def attention_layers(root: Any) -> list[Any]:
@@ -113,3 +114,14 @@ def why_not_rotary(rotary: Any, layers: Sequence[Any]) -> str:
     if getattr(rotary, "attention_scaling", 1.0) != 1.0 and any(hasattr(layer, "qk_norm") for layer in layers):
         return f"rotary embedding {kind!r} scales what a norm behind it takes back"
     return ""
+
+
+def captured(name: str, root: Any) -> PatchEntry:
+    """Return the line of the report on a model whose decode steps are to be captured."""
+    reason = why_not_root(root)
+    if reason:
+        return PatchEntry(name, "decode", type(root).__name__, "skipped", "", f"not-capturable: {reason}")
+    layers = decoder_of(root).layers
+    fused = sum(isinstance(layer, FastDecoderLayer) for layer in layers)
+    what = f"CUDA graphs by batch and capacity; adds in norms in {fused} of {len(layers)} layers"
+    return PatchEntry(name, "decode", type(root).__name__, "captured", what)

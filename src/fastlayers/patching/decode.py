@@ -27,6 +27,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fastlayers.errors import NoBackendError
+from fastlayers.patching.bf12 import BF12Copies
 from fastlayers.patching.capturable import attention_layers, fingerprint, why_not_root
 from fastlayers.patching.classes import RECORDED, swap, unswap
 from fastlayers.patching.comparison import recorded
@@ -35,7 +36,6 @@ from fastlayers.patching.mla import FastMLA
 from fastlayers.patching.overlap import Overlap, nothing_foreign
 from fastlayers.patching.paged import CacheLease, CachePool, CacheStore, PagedCache, capacity_bucket, weak_method
 from fastlayers.patching.prefill import KNOWN_INPUTS, SLACK, ExtendKey, Prefills, why_not
-from fastlayers.patching.report import PatchEntry
 from fastlayers.patching.step import DecodeStep, PagedStep
 from fastlayers.runtime.captured_steps import CapturedSteps
 from fastlayers.runtime.graphs import CudaGraphs
@@ -64,8 +64,8 @@ class DecodeDriver(CapturedSteps):
         the model, so a function of a module.
     core : str
         Backend of the attention core and of the cache write; ``"auto"``: the best that can be captured.
-    overlapping : bool
-        Whether greedy steps are launched before they are asked for.
+    overlapping, bf12 : bool
+        Whether greedy steps are launched before they are asked for, and steps of one row read bf12 copies.
 
     Attributes
     ----------
@@ -84,11 +84,11 @@ class DecodeDriver(CapturedSteps):
     counted = "prefills"
 
     def __init__(
-        self, root: Any, make_graphs: Callable[[torch.device], CudaGraphs], core: str, overlapping: bool = False
+        self, root: Any, make_graphs: Callable[[torch.device], CudaGraphs], core: str, overlapping: bool, bf12: bool
     ) -> None:
         # Weakly, as all else that leads back: the model holds its driver, and is freed when its user lets go of it.
         self._root, self._make_graphs, self.core = weakref.ref(root), make_graphs, core
-        self.overlapping, self.overlap = overlapping, Overlap()
+        self.overlapping, self.overlap, self.copies = overlapping, Overlap(), BF12Copies(bf12)
         # What somebody put on the instance before.
         self._before: Any = None
         with torch.inference_mode(False):
@@ -110,12 +110,11 @@ class DecodeDriver(CapturedSteps):
     def __getstate__(self) -> dict[str, Any]:
         # A copy has its own graphs and counters.
         names = ("root", "_make_graphs", "core", "overlapping", "_before")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | {"bf12": self.copies.wanted}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(  # type: ignore[misc]
-            state["root"], state["_make_graphs"], state["core"], state["overlapping"]
-        )
+        names = ("root", "_make_graphs", "core", "overlapping", "bf12")
+        self.__init__(*(state[name] for name in names))  # type: ignore[misc]
         self._before = state["_before"]
 
     @property
@@ -135,6 +134,7 @@ class DecodeDriver(CapturedSteps):
         self.broken.clear()
         self.wanted.clear()
         self._pool.clear()
+        self.copies.clear()
         if self.graphs is not None:
             self.graphs.clear()
 
@@ -211,7 +211,7 @@ class DecodeDriver(CapturedSteps):
             )
         layers = attention_layers(self.root)
         weights = fingerprint(self.root)
-        if weights != self._weights:
+        if self.copies.stale(self.root) or weights != self._weights:
             self.clear()
             # The next ones may be on another device.
             self._weights, self.graphs = weights, None
@@ -362,6 +362,7 @@ class DecodeDriver(CapturedSteps):
         """Return the static tensors that go with a store; nothing on the device is counted yet."""
         if store.state is None:
             store.state = DecodeStep(store.batch, store.capacity, cache.layers[0].device, self.core)
+            store.state.copies = self.copies if store.batch == 1 else None
             self.chain(store.state)
         step: DecodeStep = store.state
         step.length = -1
@@ -461,7 +462,7 @@ def driver_of(root: Any) -> DecodeDriver | None:
 
 def attach(
     root: Any, undo: ExitStack, make_graphs: Callable[[torch.device], CudaGraphs] = CudaGraphs,
-    core: str = "auto", overlapping: bool = False,
+    core: str = "auto", overlapping: bool = False, bf12: bool = False,
 ) -> DecodeDriver:  # fmt: skip
     """Capture the decode steps of ``root`` from now on; decoder layers of known code add and norm in one launch.
 
@@ -471,29 +472,21 @@ def attach(
         Patched already.
     undo : ExitStack
         Gets what undoes this, should a later step of the patch fail.
-    make_graphs, core, overlapping
+    make_graphs, core, overlapping, bf12
         As for :class:`DecodeDriver`; by default CUDA graphs, and the best cores that can be captured.
     """
     driver = driver_of(root)
     if driver is not None:
         driver.overlapping = overlapping
+        if driver.copies.wanted != bf12:
+            driver.clear()
+            driver.copies.wanted = bf12
         return driver
     for layer in getattr(decoder_of(root), "layers", ()):
         if fusible(layer):
             undo.callback(unswap, layer)
             swap(layer, FastDecoderLayer, "auto", False)
-    driver = DecodeDriver(root, make_graphs, core, overlapping)
+    driver = DecodeDriver(root, make_graphs, core, overlapping, bf12)
     undo.callback(driver.detach)
     driver.attach()
     return driver
-
-
-def entry(name: str, root: Any) -> PatchEntry:
-    """Return the line of the report."""
-    reason = why_not_root(root)
-    if reason:
-        return PatchEntry(name, "decode", type(root).__name__, "skipped", "", f"not-capturable: {reason}")
-    layers = decoder_of(root).layers
-    fused = sum(isinstance(layer, FastDecoderLayer) for layer in layers)
-    what = f"CUDA graphs by batch and capacity; adds in norms in {fused} of {len(layers)} layers"
-    return PatchEntry(name, "decode", type(root).__name__, "captured", what)

@@ -29,6 +29,7 @@ from fastlayers.attention.mla_kv_write.layer import MLA_KV_WRITE, MLAKVWriteConf
 from fastlayers.attention.rotary_kv_write.layer import ROTARY_KV_WRITE, RotaryKVWriteConfig
 from fastlayers.attention.step_buffers import Mirrored
 from fastlayers.linear.dense.layer import LINEAR, LinearConfig
+from fastlayers.patching.bf12 import BF12Copies
 from fastlayers.patching.cache import PAGE
 from fastlayers.patching.packing import plain
 from fastlayers.registry import Rung
@@ -95,6 +96,8 @@ class PagedStep:
     count: torch.Tensor | None = None
     spare = False
     phase = "decode"
+    # Of weights, for one row.
+    copies: BF12Copies | None = None
 
     def __init__(self, rows: int, capacity: int, device: torch.device, core: str) -> None:
         self.rows, self.capacity, self.device, self.core = rows, capacity, device, core
@@ -140,6 +143,8 @@ class PagedStep:
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return ``x · weightᵀ + bias`` by the backend that is best for so many rows."""
+        if self.copies is not None and (copy := self.copies.of(weight)) is not None:
+            return copy(x, weight, bias)
         cfg = LinearConfig(weight.shape[1], weight.shape[0], bias is not None, weight.dtype)
         if cfg not in self._linears:
             self._linears[cfg] = LINEAR.choose(cfg, self.device).build().pick(self.rows)

@@ -6,12 +6,12 @@ stored beside it, column and value.
 
     w[n, k] = ±1.m · 2^(code[n, k] - 127) · 2^base[n]        code 1 … 15; 0: zero, or one of the row's outliers
 
-Stored of ``[N, K]``: int32 ``[N, 3 K / 8]``. With R = 32, or 16 or 8 where K asks for it, a chunk of 8 R columns is three
-runs of R words; columns i, i + R, …, i + 7 R of the chunk share word i of each run: two runs have signs and mantissas of
-two pairs of columns each, the last one all their codes. A pair is the halves of a word: ``word & 0x807F807F`` are the
-first pair's signs and mantissas, the same of the word turned left by 8 bits the second pair's; codes turned left by 4 j
-bits, ``& 0x07800780``, are the exponents of pair j. So two weights are put together by one operation, where neither has
-been turned. Experts' weights ``[E, N, K]`` are E times N rows.
+Stored of ``[N, K]``: int32 ``[N, 3 K / 8]``. With R = 32, or 16 or 8 where K asks for it, a chunk of 8 R columns is
+three runs of R words; columns i, i + R, …, i + 7 R of the chunk share word i of each run: two runs have signs and
+mantissas of two pairs of columns each, the last one all their codes. A pair is the halves of a word: ``word &
+0x807F807F`` are the first pair's signs and mantissas, the same of the word turned left by 8 bits the second pair's;
+codes turned left by 4 j bits, ``& 0x07800780``, are the exponents of pair j. So one operation puts two weights
+together. Experts' weights ``[E, N, K]`` are E times N rows.
 """
 
 from __future__ import annotations

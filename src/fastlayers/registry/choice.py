@@ -106,7 +106,7 @@ class FirstRung(Ladder):
         self.held, self.impl, self.behind, self.single = held, impl, behind, None
 
     def pick(self, num_tokens: int) -> Any:
-        """Return the implementation for this token count; a traced program, which asks nothing later, has the ladder's."""
+        """Return the implementation for this token count; a traced program, which asks nothing later, has no copy."""
         held = self.held
         if num_tokens == 1 and not torch.compiler.is_compiling() and held.counter._version == held.at:
             return self.impl

@@ -158,5 +158,5 @@ class Linear(LinearBase):
         if (packed := pack_bf12(weight)) is None:
             return TOO_MANY
         bf12 = import_module("fastlayers.linear.dense.triton_bf12").BF12Linear(packed, cfg.y_dtype)
-        self.serve_one_token(packed, bf12, weight)
+        self.serve_one_token(bf12, weight)
         return ""

@@ -119,7 +119,7 @@ class BF12Linear:
     """A backend's call with weights of its own: one token, whatever weight it is given."""
 
     def __init__(self, weight: BF12Weights, out_dtype: torch.dtype) -> None:
-        self.weight, self.out_dtype = weight, out_dtype
+        self.weight, self.out_dtype, self.nbytes = weight, out_dtype, weight.nbytes
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return ``y`` ``[…, N]``, a new tensor."""

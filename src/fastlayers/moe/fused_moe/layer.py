@@ -450,7 +450,7 @@ class FusedMoE(Layer):
         if w13 is None or w2 is None:
             return TOO_MANY
         bf12 = import_module("fastlayers.moe.fused_moe.triton.pair_vector_bf12").BF12Experts(w13, w2, cfg)
-        self.serve_one_token((w13, w2), bf12, self.w13, self.w2)
+        self.serve_one_token(bf12, self.w13, self.w2)
         return ""
 
     def _check(self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:

@@ -189,7 +189,7 @@ class BF12Experts:
     """A backend's call with weights of its own: one token, whatever weights it is given."""
 
     def __init__(self, w13: BF12Weights, w2: BF12Weights, cfg: FusedMoEConfig) -> None:
-        self.w13, self.w2, self.cfg = w13, w2, cfg
+        self.w13, self.w2, self.cfg, self.nbytes = w13, w2, cfg, w13.nbytes + w2.nbytes
 
     def __call__(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: object

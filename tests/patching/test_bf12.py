@@ -1,0 +1,107 @@
+"""Decode steps of one row that read bf12 copies: ``patch(cuda_graph=True, bf12=True)``."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastlayers as fl
+from fastlayers.errors import ArgumentError
+from fastlayers.linear.dense import triton_bf12
+from fastlayers.patching import capturable, decode
+from fastlayers.quant import bf12
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny import build, eager_graphs, prompt
+
+NEW = 6
+ASKED: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "min_new_tokens": NEW, "pad_token_id": 0}
+
+
+@pytest.fixture(autouse=True)
+def graphs_and_copies_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capturable, "check_capturable", lambda roots: None)
+    monkeypatch.setattr(decode, "attach", partial(decode.attach, make_graphs=eager_graphs, core="torch"))
+    monkeypatch.setattr(bf12, "LEAST", 1)
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Return the shapes of what is multiplied by copies from now on."""
+    found, product = list[tuple[int, ...]](), triton_bf12.linear_bf12
+
+    def noted(x: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        found.append(tuple(x.shape))
+        return product(x, *rest, **more)
+
+    monkeypatch.setattr(triton_bf12, "linear_bf12", noted)
+    return found
+
+
+def patched(**options: Any) -> Any:
+    model = build("qwen3").to(torch.bfloat16)
+    fl.patch(model, cuda_graph=True, **options)
+    return model
+
+
+@torch.inference_mode()
+def logits_of(model: Any, rows: int = 1) -> torch.Tensor:
+    found = model.generate(**prompt(rows, 20), **ASKED, output_logits=True, return_dict_in_generate=True)
+    return torch.stack(found.logits).float()
+
+
+def copies_of(model: Any) -> Any:
+    driver = decode.driver_of(model)
+    assert driver is not None
+    return driver.copies
+
+
+def test_one_row_reads_copies_and_several_do_not(products: list[tuple[int, ...]]) -> None:
+    model, plain = patched(bf12=True), patched()
+    wanted, found = logits_of(plain), logits_of(model)
+    assert not copies_of(plain).wanted and copies_of(model).nbytes > 0
+    assert products and {shape[0] for shape in products} == {1}
+    # The same weights, in sums of another order: a few roundings to bfloat16 apart.
+    assert (found - wanted).abs().max() <= 2**-5 * wanted.abs().max()
+    products.clear()
+    logits_of(model, rows=3)
+    assert not products
+
+
+def test_an_edited_weight_is_seen_by_the_next_call(products: list[tuple[int, ...]]) -> None:
+    model, plain = patched(bf12=True), patched()
+    logits_of(model)
+    for each in (model, plain):
+        with torch.no_grad():
+            each.lm_head.weight.mul_(3.0)
+    products.clear()
+    wanted, found = logits_of(plain), logits_of(model)
+    assert products
+    assert (found - wanted).abs().max() <= 2**-5 * wanted.abs().max()
+
+
+def test_copies_of_a_model_and_second_patches_say_whether(products: list[tuple[int, ...]]) -> None:
+    model = patched(bf12=True)
+    logits_of(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert copies_of(other).wanted and copies_of(other).nbytes == 0
+        products.clear()
+        logits_of(other)
+        assert products
+    fl.patch(model, cuda_graph=True)
+    assert not copies_of(model).wanted and copies_of(model).nbytes == 0
+    products.clear()
+    logits_of(model)
+    assert not products
+
+
+def test_steps_that_are_not_captured_read_no_copies() -> None:
+    with pytest.raises(ArgumentError, match="bf12.*cuda_graph=True"):
+        fl.patch(build("qwen3"), bf12=True)
