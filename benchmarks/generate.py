@@ -249,6 +249,9 @@ def bench(name: str, options: argparse.Namespace, started: float) -> Iterator[di
     randomize(model)
     torch.cuda.synchronize()
     built = time.perf_counter()
+    if options.bf12:
+        stored = fl.store_bf12(model)
+        yield {"model": name, "bf12_layers": len(stored.layers), "bf12_gib": round(stored.nbytes / 2**30, 2)}
     generator = Generator(model, max_batch=options.max_batch, max_length=options.max_length)
     first = next(iter(generator.stream(prompts_of(1, 128, model.config.vocab_size), max_new_tokens=2, eos_ids=())))
     now = time.perf_counter()
@@ -288,6 +291,7 @@ def main() -> None:
     parser.add_argument("--objects", type=int, default=0, help="Python objects alive during capture, besides torch's")
     parser.add_argument("--also", type=int, nargs="*", default=[], help="more batches of prompts of 512 tokens")
     parser.add_argument("--profile", action="store_true", help="also the kernels of one step")
+    parser.add_argument("--bf12", action="store_true", help="bf12 copies serve steps of one token")
     options = parser.parse_args()
     lines: list[dict[str, Any]] = [{
         "command": "python " + " ".join(sys.argv), **provenance(), "loop_ms": loop_ms(), "torch": torch.__version__,

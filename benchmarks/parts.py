@@ -269,6 +269,12 @@ def _layers() -> Iterator[Part]:
         yield Part(name, command, f"{file}.jsonl", took, target, needs, 1, PLAIN if not needs else ())
     command, file = "benchmarks/prefix_first_token.py --out {out}", "prefix_first_token_h200.jsonl"
     yield Part("prefix_first_token", command, file, 60, "15: row 13", ("msgspec",), 1, PLAIN)
+    for model in ("qwen3_8b", "gpt_oss_20b"):
+        command = f"benchmarks/generate.py {model} --bf12 --repeats 2 --max-batch 1 --out {{out}}"
+        file = "generate_bf12_h200.jsonl"
+        yield Part(f"generate_bf12.{model}", command, file, 45, "16: rows 2, 3", environment=PLAIN)
+    command = "benchmarks/patch_gpu.py --model qwen3_8b qwen3_30b --variants graph overlap bf12 --json {out}"
+    yield Part("patch_bf12", command, "patch_bf12_h200.jsonl", 110, "16: row 9", environment=PLAIN)
     # What packages compile when it is first called takes most of the one; the other compiles Triton's kernels alone.
     for name, flags, took, needs, disabled in (
         ("tp8_layer", " --build", 150, PACKAGES, ()), ("tp8_layer_alone", "", 42, (), ALONE)

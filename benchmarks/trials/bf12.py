@@ -19,32 +19,22 @@ import torch
 
 import fastlayers as fl
 from fastlayers.linear.dense import triton_bf12
-from fastlayers.moe.fused_moe.triton import pair_vector_bf12
 from fastlayers.registry.choice import FirstRung
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from generate import MODELS, decode_key, prompts_of, randomize
 from rows import Rows, arguments
 
-Linear, Experts = triton_bf12.Plan, pair_vector_bf12.Plan
+Linear = triton_bf12.Plan
 LINEARS = tuple(Linear(*each) for each in (
     (2, 128, 1, 2), (4, 128, 1, 1), (4, 512, 4, 1), (2, 256, 2, 2), (4, 128, 1, 2), (2, 128, 1, 1), (1, 128, 1, 2),
     (1, 256, 1, 1), (4, 256, 2, 1), (2, 256, 1, 1), (2, 128, 1, 4), (8, 128, 2, 1),
-))  # fmt: skip
-EXPERTS = tuple(Experts(*each) for each in (
-    (1, 256, 1, 1, 2, 32, 1, 1), (1, 128, 1, 2, 2, 32, 1, 1), (2, 64, 1, 2, 2, 32, 1, 1), (2, 64, 1, 4, 2, 32, 1, 1),
-    (4, 64, 1, 1, 2, 32, 1, 1), (1, 128, 1, 1, 2, 32, 1, 1), (2, 128, 1, 2, 1, 32, 1, 1), (2, 128, 1, 2, 2, 32, 2, 1),
-    (2, 128, 1, 2, 1, 32, 1, 2), (2, 128, 1, 2, 4, 32, 2, 1), (2, 128, 1, 2, 2, 32, 2, 2), (2, 128, 1, 2, 2, 16, 1, 2),
 ))  # fmt: skip
 
 
 @contextmanager
 def planned(shape: Any, plan: Any) -> Iterator[None]:
     """Run a shape by another plan."""
-    if isinstance(plan, Experts):
-        with mock.patch.object(pair_vector_bf12, "PLAN", plan):
-            yield
-        return
     chosen = triton_bf12.plan_of
 
     def plan_of(n: int, k: int) -> Linear:
@@ -117,19 +107,10 @@ def main() -> None:
         rows.put(
             {"model": name, "same_tokens": sum(a == b for a, b in zip(plain, coded, strict=True)), "of": len(plain)}
         )
-        for module in steps.model.modules():
-            if isinstance(module, fl.FusedMoE) and isinstance(module.ladder, FirstRung):
-                module.first, module.ladder = module.ladder, module.ladder.behind
-        steps.timed("bf12, experts of 16 bits", None)
-        for module in steps.model.modules():
-            if isinstance(module, fl.FusedMoE) and hasattr(module, "first"):
-                module.ladder = module.first
         shapes: dict[Any, Any] = {
             (m.local_out, m.local_in): LINEARS for m in steps.model.modules()
             if isinstance(m, fl.Linear) and isinstance(m.ladder, FirstRung)
         }  # fmt: skip
-        if any(isinstance(m, fl.FusedMoE) and isinstance(m.ladder, FirstRung) for m in steps.model.modules()):
-            shapes = {"experts": EXPERTS} | shapes
         best: dict[Any, Any] = dict.fromkeys(shapes, (base, None))
         for place in range(len(LINEARS)):
             for shape, plans in shapes.items():

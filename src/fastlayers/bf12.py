@@ -9,7 +9,6 @@ from torch import nn
 
 from fastlayers.errors import ArgumentError
 from fastlayers.linear.dense.layer import Linear
-from fastlayers.moe.fused_moe.layer import FusedMoE
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ def store_bf12(model: nn.Module) -> StoredBF12:
     Parameters
     ----------
     model : nn.Module
-        With :class:`~fastlayers.Linear` and :class:`~fastlayers.FusedMoE` layers in it, loaded; also a patched one.
+        With :class:`~fastlayers.Linear` layers in it, loaded. Experts and small layers have none: they gain nothing.
 
     Returns
     -------
@@ -69,7 +68,7 @@ def store_bf12(model: nn.Module) -> StoredBF12:
         raise ArgumentError("store_bf12", "model", repr(model), "an nn.Module")
     layers, nbytes, refused = [], 0, {}
     for name, module in model.named_modules():
-        if isinstance(module, Linear | FusedMoE):
+        if isinstance(module, Linear):
             if why := module.store_bf12():
                 refused[name] = why
             else:

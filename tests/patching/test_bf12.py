@@ -103,5 +103,5 @@ def test_copies_of_a_model_and_second_patches_say_whether(products: list[tuple[i
 
 
 def test_steps_that_are_not_captured_read_no_copies() -> None:
-    with pytest.raises(ArgumentError, match="bf12.*cuda_graph=True"):
+    with pytest.raises(ArgumentError, match=r"bf12.*cuda_graph=True"):
         fl.patch(build("qwen3"), bf12=True)

@@ -11,7 +11,7 @@ three runs of R words; columns i, i + R, …, i + 7 R of the chunk share word i 
 mantissas of two pairs of columns each, the last one all their codes. A pair is the halves of a word: ``word &
 0x807F807F`` are the first pair's signs and mantissas, the same of the word turned left by 8 bits the second pair's;
 codes turned left by 4 j bits, ``& 0x07800780``, are the exponents of pair j. So one operation puts two weights
-together. Experts' weights ``[E, N, K]`` are E times N rows.
+together.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SIGNS_AND_MANTISSAS, EXPONENTS = 0x807F807F, 0x07800780
 RAISED = 64
 MAX_OUTLIERS = 64
 TOO_MANY = f"a row has more than {MAX_OUTLIERS} weights outside of its {CODES} exponents"
-# Of fewer weights the launch is what a product of one token takes.
-LEAST = 1 << 20
+# Of fewer weights a product of one token takes as long as its launch and its sums do: benchmarks/notes/bf12.md.
+LEAST = 12 << 20
 _AT_ONCE = 1 << 25  # weights, of which packing needs 8 bytes each several times
 
 

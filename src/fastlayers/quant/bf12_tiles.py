@@ -66,7 +66,7 @@ def _raised(x_rows, group, here, column: tl.constexpr, RUN: tl.constexpr, MASKED
 
 @triton.jit
 def add_products(acc, words, x_rows, group, here, RUN: tl.constexpr, MASKED: tl.constexpr):
-    """Return ``acc`` with the products of a tile and rows of x (one for all, or each its own), group by group."""
+    """Return ``acc`` with the products of a tile and a row of x added, group by group."""
     first, second, codes = words
     pair = _pair(first, codes)
     acc += _lower(pair) * _raised(x_rows, group, here, 0, RUN, MASKED)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from fastlayers.integers import cdiv
 from fastlayers.operators import operator
-from fastlayers.quant.bf12 import BF12Weights, run_of
+from fastlayers.quant.bf12 import RUNS, BF12Weights, run_of
 from fastlayers.quant.bf12_tiles import add_products, outliers_of, outlying_sum, row_words, words_at
 from fastlayers.runtime.launch import New, kernel
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
@@ -67,12 +67,12 @@ class Plan(NamedTuple):
 
 
 # As whole decode steps were fastest on an H200: see benchmarks/notes/bf12.md.
-SHORT, LONG = Plan(2, 128, 1, 2), Plan(4, 512, 4, 1)
+WHOLE, SHORT = Plan(2, 128, 1, 2), Plan(4, 128, 1, 1)
 
 
 def plan_of(n: int, k: int) -> Plan:
     """Return the plan of so many rows and columns."""
-    return LONG if k > 8192 else SHORT
+    return WHOLE if run_of(k) == RUNS[0] else SHORT
 
 
 @lru_cache(maxsize=4096)

@@ -30,7 +30,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -39,7 +38,6 @@ from torch.autograd import forward_ad
 
 from fastlayers import env
 from fastlayers.comm.parallel import SINGLE, Axis
-from fastlayers.device import as_device
 from fastlayers.errors import (
     ArgumentError,
     CheckpointError,
@@ -64,7 +62,6 @@ from fastlayers.moe.fused_moe.gpt_oss_slots import (
 )
 from fastlayers.moe.fused_moe.weights import GROUP, MoEWeights
 from fastlayers.moe.placement.table import ExpertPlacement
-from fastlayers.quant.bf12 import TOO_MANY, pack_bf12, why_not_bf12
 from fastlayers.quant.mxfp4.codes import BYTES
 from fastlayers.quant.mxfp4.codes import GROUP as MX_GROUP
 from fastlayers.quant.spec import NONE, QuantSpec
@@ -432,26 +429,6 @@ class FusedMoE(Layer):
             packed = self._packed()
         y: torch.Tensor = core(hidden_states, topk_weights, own, packed)
         return y
-
-    def store_bf12(self) -> str:
-        """Keep copies of the weights in 12 bits a number, which serve one token; return why not (``""``: done).
-
-        See :func:`fastlayers.store_bf12`.
-        """
-        cfg = self.cfg
-        if why := FUSED_MOE.named("triton").why_not(cfg, as_device(self.w13.device)):
-            return why
-        if cfg.quant != "none" or cfg.bias or cfg.interleaved or cfg.num_shared or self._replaced:
-            return "not plain routed experts without biases, gate rows, then up rows"
-        held = tuple(weight.flatten(0, 1) for weight in (self.w13, self.w2))
-        if why := next(filter(None, map(why_not_bf12, held)), ""):
-            return why
-        w13, w2 = map(pack_bf12, held)
-        if w13 is None or w2 is None:
-            return TOO_MANY
-        bf12 = import_module("fastlayers.moe.fused_moe.triton.pair_vector_bf12").BF12Experts(w13, w2, cfg)
-        self.serve_one_token(bf12, self.w13, self.w2)
-        return ""
 
     def _check(self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
         cfg = self.cfg
