@@ -443,14 +443,16 @@ class FusedMoE(Layer):
             return why
         if cfg.quant != "none" or cfg.bias or cfg.interleaved or cfg.num_shared or self._replaced:
             return "not plain routed experts without biases, gate rows, then up rows"
-        held = tuple(weight.flatten(0, 1) for weight in (self.w13, self.w2))
-        if why := next(filter(None, map(why_not_bf12, held)), ""):
+        sources = self._parameters.get("w13"), self._parameters.get("w2")
+        if sources[0] is None or sources[1] is None:
+            return "weights are computed, pruned or parametrized"
+        if why := next(filter(None, map(why_not_bf12, sources)), ""):
             return why
-        w13, w2 = map(pack_bf12, held)
+        w13, w2 = (pack_bf12(weight.flatten(0, 1)) for weight in sources)
         if w13 is None or w2 is None:
             return TOO_MANY
         bf12 = import_module("fastlayers.moe.fused_moe.triton.pair_vector_bf12").BF12Experts(w13, w2, cfg)
-        self.serve_one_token((w13, w2), bf12, self.w13, self.w2)
+        self.serve_one_token((w13, w2), bf12, *sources)
         return ""
 
     def _check(self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
