@@ -113,8 +113,11 @@ class Layer(WatchedModule):
         if {rung.backend.weight_layout for choice in chosen for rung in choice.rungs} != layouts:
             return False
         self.use([choice.build() for choice in chosen])
+        held = self.ladder.held if isinstance(self.ladder, FirstRung) and self.ladder.held.fresh else None
         for epoch in self._epochs:
             epoch.changed()
+        if held is not None:
+            held.renew(self)
         return True
 
     @property

@@ -273,6 +273,11 @@ class Packed:
         """Whether it is still of the weights as they are."""
         return self.counter._version == self.at
 
+    def renew(self, module: WatchedModule) -> None:
+        """Tell that it is of the weights as they are: what ``module`` told of last were not these."""
+        self.at = self.counter._version
+        epoch_of(module).packed = self
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Versions of copied tensors start anew: a copied or restored layer packs for itself.
         return _of_other_weights, ()

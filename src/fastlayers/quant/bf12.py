@@ -29,6 +29,8 @@ CODES = 15
 SIGNS_AND_MANTISSAS, EXPONENTS = 0x807F807F, 0x07800780
 # Decoded weights are as small as numbers get: what multiplies them is made so much larger, an exact power of two.
 RAISED = 64
+# Beyond it the row's scale would be infinite: weights of 2^80 and more are outliers.
+_LARGEST_BASE = 127 + RAISED
 MAX_OUTLIERS = 64
 TOO_MANY = f"a row has more than {MAX_OUTLIERS} weights outside of its {CODES} exponents"
 # Of fewer weights a product of one token takes as long as its launch and its sums do: benchmarks/notes/bf12.md.
@@ -74,6 +76,8 @@ class _Rows:
 
 def why_not_bf12(weight: torch.Tensor) -> str:
     """Return why weights ``[…, K]`` cannot be stored so, whatever their values are; an empty text: they can."""
+    if weight.is_meta:
+        return "weights have no values yet"
     if weight.dtype != torch.bfloat16:
         return f"weights are {str(weight.dtype).removeprefix('torch.')}, not bfloat16"
     if run_of(weight.shape[-1]) is None:
@@ -145,7 +149,8 @@ def _rows(weight: torch.Tensor) -> _Rows:
     counts.scatter_add_(1, exponent, (~zero).to(torch.int32))
     sums = torch.nn.functional.pad(counts.cumsum(1), (1, 0))
     # Exponents base + 1 … base + 15, of which none is that of infinities or of numbers without a leading one.
-    base = (sums[:, CODES + 1 : 256] - sums[:, 1 : 256 - CODES]).argmax(1)
+    first = torch.arange(1, _LARGEST_BASE + 2, device=weight.device)
+    base = (sums[:, first + CODES] - sums[:, first]).argmax(1)
     codes = exponent - base[:, None]
     inside = (codes >= 1) & (codes <= CODES)
     kept = ((bits >> 8) & 0x80) | (bits & 0x7F)

@@ -112,6 +112,14 @@ class FirstRung(Ladder):
             return self.impl
         return self.behind.pick(num_tokens)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _of_its_own, (self.behind,)  # a copied layer has other weights, and a file need not hold them twice
+
     def before(self, ladder: Ladder) -> FirstRung:
         """Return the same before another ladder."""
         return FirstRung(self.held, self.impl, ladder)
+
+
+def _of_its_own(behind: Ladder) -> Ladder:
+    """Return what a copied or restored layer computes with: nothing was stored of its weights."""
+    return behind

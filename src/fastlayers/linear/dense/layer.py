@@ -152,7 +152,9 @@ class Linear(LinearBase):
 
         See :func:`fastlayers.store_bf12`.
         """
-        cfg, weight = self.cfg, self.weight
+        cfg, weight = self.cfg, self._parameters.get("weight")
+        if weight is None:
+            return "the weight is computed, pruned or parametrized"
         if why := LINEAR.named("triton").why_not(cfg, as_device(weight.device)) or why_not_bf12(weight):
             return why
         if (packed := pack_bf12(weight)) is None:
