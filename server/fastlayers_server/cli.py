@@ -39,6 +39,7 @@ _CHECKPOINT = "Checkpoint directory, or a name on the Hugging Face hub; 'tiny' i
 Checkpoint = Annotated[str, typer.Argument(help=_CHECKPOINT)]
 _EXPERT_EXCHANGE = "How tokens get to the ranks of their experts: auto, gather, exchange."
 _FP8_MATH = "DeepSeek with --kv-dtype e4m3: attention may round queries and softmax weights to e4m3, too."
+_BF12 = "Keep bf16 weights in 12 bits, too: less time for each token, 0.75 of their memory more."
 
 
 def _print_version(asked: bool) -> None:
@@ -350,6 +351,7 @@ def generate(
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32")] = "bf16",
     kv_dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32, e4m3; default: dtype")] = "",
     fp8_math: Annotated[bool, typer.Option("--fp8-math", help=_FP8_MATH)] = False,
+    bf12: Annotated[bool, typer.Option("--bf12", help=_BF12)] = False,
     device: DeviceOption = "",
     tp: Annotated[int, typer.Option(min=1, help="Ranks that split each attention layer.")] = 1,
     dp: Annotated[int, typer.Option(min=1, help="Attention groups; the MLPs are split over tp × dp ranks.")] = 1,
@@ -381,6 +383,12 @@ def generate(
     ids = chat_ids(tokenizer, prompt)
     more: dict[str, Any] = {"fp8_math": True} if fp8_math else {}
     model = AutoModel.from_pretrained(path, dtype=number, device=place, kv_dtype=cache, parallel=ranks, **more)
+    if bf12:
+        from fastlayers_server.engine.startup import keep_bf12
+
+        stored = keep_bf12(model, "generate").summary
+        if model.parallel.tp.rank == 0:
+            err.print(stored, highlight=False)
     stream = on_ranks if ranks.processes > 1 else on_engine
     tokens: list[int] = []
     shown, finished, first = "", None, model.parallel.tp.rank == 0  # the other ranks compute, and say nothing

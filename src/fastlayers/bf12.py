@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -32,6 +34,19 @@ class StoredBF12:
     def __str__(self) -> str:
         reasons = "".join(f"\n{name}: {why}" for name, why in self.refused.items())
         return f"bf12: {len(self.layers)} layers, {self.nbytes / 2**30:.2f} GiB beside their weights{reasons}"
+
+    @property
+    def summary(self) -> str:
+        """Say the same in one line: layers that have none are counted by reason."""
+        told = f"bf12: {len(self.layers)} layers, {self.nbytes / 2**30:.2f} GiB beside their weights"
+        return f"{told}; without: {self.why_not}" if self.refused else told
+
+    @property
+    def why_not(self) -> str:
+        """Say why layers have none, the commonest reason first; of those that differ in numbers one is told."""
+        alike = {re.sub(r"\b\d+", "N", why): why for why in reversed(self.refused.values())}
+        counts = Counter(re.sub(r"\b\d+", "N", why) for why in self.refused.values())
+        return "; ".join(f"{count} ({alike[kind]})" for kind, count in counts.most_common())
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 import fastlayers as fl
+from fastlayers.bf12 import StoredBF12, store_bf12
 from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.errors import ArgumentError
 from fastlayers.layer import Layer
@@ -84,6 +85,8 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1, model: Any = None)
     phase("weights")
     model = load_model(config, times.said) if model is None else model
     times.said("weights packed, tables probed")
+    if config.bf12:
+        times.said(keep_bf12(model).summary)
     seconds["weights"] = time.monotonic() - begin
     if config.deterministic:
         for part in (model, Sampler(model.config.vocab_size, device=model.device)):
@@ -91,6 +94,8 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1, model: Any = None)
     drafter = None
     if config.speculative_algorithm == "draft":
         drafter = load_model(replace(config, model=config.speculative_draft_model, fp8_math=False))
+        if config.bf12:  # told where it takes none, not refused: the served model has its own
+            times.said(f"draft model: {store_bf12(drafter).summary}")
     phase("warmup")
     limits = scheduler_config(config, model, drafter)
     groups = config.attn_dp_size
@@ -199,6 +204,23 @@ def load_model(config: EngineConfig, said: Callable[[str], None] = lambda part: 
     known = config_of(str(model_folder("tiny")) if config.model == "tiny" else config.model)
     check_options(family_of(known), options)
     return random_model(known, device, dtype=dtype, layers=kept, seed=config.seed, said=said, **options)
+
+
+def keep_bf12(model: Any, who: str = "engine") -> StoredBF12:
+    """Let the layers of a loaded model keep copies for steps of one token, see :func:`fastlayers.store_bf12`.
+
+    Before what is left of the memory becomes the cache. Each rank keeps copies of what it holds.
+
+    Raises
+    ------
+    ArgumentError
+        No layer takes it; why is said.
+    """
+    stored = store_bf12(model)
+    if not stored.layers:
+        why = stored.why_not or "none has plain bfloat16 weights"
+        raise ArgumentError(who, "bf12", True, f"False: no layer of this model can keep such a copy: {why}")
+    return stored
 
 
 def check_drafter(config: EngineConfig, target: Any = None) -> None:
