@@ -21,7 +21,7 @@ from fastlayers import env
 from fastlayers.errors import ArgumentError
 from fastlayers.integers import cdiv
 from fastlayers.linear.dense import triton_bf12
-from fastlayers.linear.dense.triton_bf12 import LONG, SHORT, Plan, linear_bf12, plan_of
+from fastlayers.linear.dense.triton_bf12 import SHORT, WHOLE, Plan, linear_bf12, plan_of
 from fastlayers.quant import bf12_tiles
 from fastlayers.quant.bf12 import LEAST, TOO_MANY, BF12Weights, pack_bf12
 from fastlayers.registry.choice import FirstRung
@@ -96,7 +96,7 @@ def test_sums_are_those_of_fp32(n: int, k: int, bias: bool, out_dtype: torch.dty
     assert not bool(outside(y, exact, bound).any()), ((y.double().cpu() - exact).abs() / bound).max()
 
 
-PLANS = [Plan(1, 16, 1, 1), Plan(2, 32, 2, 2), Plan(4, 64, 1, 3), Plan(8, 128, 4, 9), SHORT, LONG]
+PLANS = [Plan(1, 16, 1, 1), Plan(2, 32, 2, 2), Plan(4, 64, 1, 3), Plan(8, 128, 4, 9), SHORT, WHOLE]
 
 
 @interpreted
@@ -329,7 +329,7 @@ def test_which_layers_why_not_and_how_many_bytes(small: None, monkeypatch: pytes
         "meta": "weights have no values yet",
     }
     assert [has_copy(model[name]) for name in ("a", "head", *stored.refused)] == [True, True, *[False] * 5]
-    held = [model[name].ladder.held.value for name in stored.layers]
+    held = [model[name].ladder.impl.weight for name in stored.layers]
     tensors = [each for packed in held for each in packed]
     assert stored.nbytes == sum(each.untyped_storage().nbytes() for each in tensors)
     assert stored.nbytes == sum(
