@@ -218,7 +218,7 @@ def keep_bf12(model: Any, who: str = "engine") -> StoredBF12:
     """
     stored = store_bf12(model)
     if not stored.layers:
-        why = stored.why_not or "none has plain bfloat16 weights"
+        why = stored.why_not or "it has no linears of plain weights"
         raise ArgumentError(who, "bf12", True, f"False: no layer of this model can keep such a copy: {why}")
     return stored
 
