@@ -109,9 +109,11 @@ def outside(y: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor) -> torch.
 
 
 SHAPES = {
-    "run 8 and 8": (192, 64, 5, 2), "run 16 and 8": (384, 192, 6, 3), "run 32 and 16": (512, 128, 4, 4),
-    "top 1": (256, 320, 3, 1), "top 5": (128, 64, 9, 5), "top 8": (256, 128, 10, 8),
+    "run 8 and 8": (192, 64, 5, 2), "run 16 and 8": (128, 64, 6, 3), "run 32 and 16": (256, 128, 4, 2),
+    "top 1": (64, 320, 3, 1), "top 5": (64, 64, 9, 5), "top 8": (64, 64, 10, 8),
 }  # fmt: skip
+# Few programs, which is what interpreting takes time for.
+FAST = Plan(4, 32, 1, 1, 8, 8, 1, 1)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -124,16 +126,16 @@ def test_sums_are_those_of_fp32(shape: tuple[int, int, int, int], oai: bool, dev
     exact, bound = exact_and_bound(given, oai)
     assert not bool(outside(y, exact, bound).any()), ((y.double().cpu() - exact).abs() / bound).max()
     # It says something: of most outputs more than the last bits.
-    assert float((bound / exact.abs()).median()) < 0.1
+    assert float((bound / exact.abs()).median()) < 0.25
 
 
-PLANS = [Plan(1, 16, 1, 1, 1, 16, 1, 1), Plan(4, 32, 1, 3, 2, 64, 2, 2), Plan(8, 64, 2, 9, 8, 8, 1, 5)]
+PLANS = [Plan(2, 16, 1, 1, 4, 4, 1, 1), Plan(4, 8, 1, 3, 8, 2, 2, 3), Plan(16, 64, 2, 9, 32, 8, 1, 5)]
 
 
 @interpreted
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_whatever_a_program_takes(plan: Plan) -> None:
-    given = operands(448, 64, 4, 3)  # 56 groups, then 8
+    given = operands(192, 64, 4, 3)  # 24 groups, then 8
     exact, bound = exact_and_bound(given, plan=plan)
     assert not bool(outside(computed(given, plan=plan), exact, bound).any())
 
@@ -142,20 +144,20 @@ def test_whatever_a_program_takes(plan: Plan) -> None:
 @pytest.mark.parametrize("dropped", [-1, -7, 6, 1000], ids=str)
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_dropped_experts_add_nothing(dropped: int, place: int) -> None:
-    x, weights, ids, w13, w2 = operands(256, 128, 6, 3)
-    whole = computed((x, weights, ids, w13, w2))
+    x, weights, ids, w13, w2 = operands(192, 64, 6, 3)
+    whole = computed((x, weights, ids, w13, w2), plan=FAST)
     ids[0, place] = dropped
     given = x, weights, ids, w13, w2
-    y = computed(given)
-    exact, bound = exact_and_bound(given)
+    y = computed(given, plan=FAST)
+    exact, bound = exact_and_bound(given, plan=FAST)
     assert not bool(outside(y, exact, bound).any()) and bool(outside(whole, exact, bound).any())
     left = [j for j in range(3) if j != place]
     alone = x, weights[:, left], ids[:, left], w13, w2
-    assert not bool(outside(computed(alone), exact, bound).any())
+    assert not bool(outside(computed(alone, plan=FAST), exact, bound).any())
     weights[0, place] = torch.nan  # nobody's
-    assert torch.equal(computed((x, weights, ids, w13, w2)), y)
+    assert torch.equal(computed((x, weights, ids, w13, w2), plan=FAST), y)
     ids[:] = dropped
-    assert not computed((x, weights, ids, w13, w2)).any()
+    assert not computed((x, weights, ids, w13, w2), plan=FAST).any()
 
 
 @interpreted
@@ -163,18 +165,18 @@ def test_one_expert_twice_counts_twice_and_strided_rows_are_read() -> None:
     x, weights, ids, w13, w2 = operands(192, 64, 5, 3)
     ids[0, 2] = ids[0, 0]
     given = x, weights, ids, w13, w2
-    exact, bound = exact_and_bound(given)
-    y = computed(given)
+    exact, bound = exact_and_bound(given, plan=FAST)
+    y = computed(given, plan=FAST)
     assert not bool(outside(y, exact, bound).any())
     wide = [torch.zeros(1, 2 * each.shape[1], dtype=each.dtype) for each in (x, weights, ids)]
     for there, each in zip(wide, (x, weights, ids), strict=True):
         there[:, ::2] = each
-    assert torch.equal(computed((wide[0][:, ::2], wide[1][:, ::2], wide[2][:, ::2], w13, w2)), y)
+    assert torch.equal(computed((wide[0][:, ::2], wide[1][:, ::2], wide[2][:, ::2], w13, w2), plan=FAST), y)
 
 
 FAULTS: dict[str, Callable[[BF12Weights, BF12Weights, int], torch.Tensor]] = {
     "word of a gate": lambda w13, w2, e: w13.words[e * 128 + 9, :8],
-    "last word of an up": lambda w13, w2, e: w13.words[e * 128 + 127, -1:],
+    "last words of an up": lambda w13, w2, e: w13.words[e * 128 + 127, -16:],
     "word of an output": lambda w13, w2, e: w2.words[e * 192 + 191, :1],
     "outlier of a gate": lambda w13, w2, e: w13.values[e * 128 + 3],
     "outlier of an up": lambda w13, w2, e: w13.values[e * 128 + 65],
@@ -188,11 +190,13 @@ FAULTS: dict[str, Callable[[BF12Weights, BF12Weights, int], torch.Tensor]] = {
 @interpreted
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_number_that_is_stored_counts(fault: str) -> None:
-    given = operands(192, 64, 5, 2)
-    x, weights, ids, w13, w2 = given
+    x, weights, ids, w13, w2 = operands(192, 64, 5, 2)
+    if "outlier" not in fault:  # beside which a word counts for little
+        w13, w2 = (each.clamp(-0.5, 0.5) for each in (w13, w2))
+    given = x, weights, ids, w13, w2
     packed = packed_of(w13), packed_of(w2)
-    more = 5, False, ALPHA, LIMIT, FACTOR
-    exact, bound = exact_and_bound(given)
+    more = 5, False, ALPHA, LIMIT, FACTOR, FAST
+    exact, bound = exact_and_bound(given, plan=FAST)
     assert not bool(outside(experts_bf12(x, weights, ids, *packed, *more), exact, bound).any())
     for expert in range(5):
         where = FAULTS[fault](*packed, expert)
@@ -225,9 +229,9 @@ MUTANTS = {
 def test_planted_bug_shows(name: str, tmp_path: Path) -> None:
     again = ('operator("fused_moe_bf12"', f'operator("fused_moe_bf12_{name.replace(" ", "_")}"')
     mutant = planted(pair_vector_bf12, tmp_path, MUTANTS[name], again)
-    x, weights, ids, w13, w2 = operands(448, 64, 4, 3)
+    x, weights, ids, w13, w2 = operands(192, 64, 4, 3)
     ids[0, 1] = -1
-    given, plan = (x, weights, ids, w13, w2), Plan(2, 16, 1, 1, 2, 16, 1, 1)
+    given, plan = (x, weights, ids, w13, w2), Plan(4, 16, 1, 1, 4, 4, 1, 1)
     exact, bound = exact_and_bound(given, plan=plan)
     assert not bool(outside(computed(given, plan=plan), exact, bound).any())
     y = computed(given, plan=plan, where=mutant)
@@ -244,7 +248,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def experts(seed: int = 0, dtype: torch.dtype = BF16, **options: Any) -> fl.FusedMoE:
-    layer = fl.FusedMoE(256, 128, 6, 2, dtype=dtype, **options)
+    layer = fl.FusedMoE(128, 64, 6, 2, dtype=dtype, **options)
     random = torch.Generator().manual_seed(seed)
     for weight in (layer.w13, layer.w2):
         if weight.is_floating_point() and weight.element_size() > 1:
@@ -254,7 +258,7 @@ def experts(seed: int = 0, dtype: torch.dtype = BF16, **options: Any) -> fl.Fuse
 
 def routed(tokens: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     random = torch.Generator().manual_seed(4)
-    x = torch.randn(tokens, 256, generator=random).bfloat16()
+    x = torch.randn(tokens, 128, generator=random).bfloat16()
     weights, ids = torch.rand(tokens, 6, generator=random).topk(2)
     return x, weights, ids.to(torch.int32)
 
@@ -296,7 +300,7 @@ def test_one_token_goes_by_copies_and_several_do_not(small: None) -> None:
     held = layer.ladder.held.value
     tensors = [each for packed in held for each in packed]
     assert stored.nbytes == sum(each.untyped_storage().nbytes() for each in tensors)
-    sizes = [(6 * 256, 256), (6 * 256, 128)]
+    sizes = [(6 * 128, 128), (6 * 128, 64)]
     assert stored.nbytes == sum(
         n * (k * 3 // 2 + 4 + 6 * packed.columns.shape[1]) for (n, k), packed in zip(sizes, held, strict=True)
     )
@@ -311,7 +315,7 @@ def test_one_token_goes_by_copies_and_several_do_not(small: None) -> None:
 
 @interpreted
 def test_copies_are_counted_where_the_weights_are(small: None) -> None:
-    """No view of the weights is left while they are looked at: a step asks one counter, however many layers there are."""
+    """No view of the weights is left while they are looked at: a step asks one counter for all layers."""
     model = nn.ModuleList([experts(), experts(1)])
     fl.finalize(model)
     fl.store_bf12(model)
@@ -321,7 +325,7 @@ def test_copies_are_counted_where_the_weights_are(small: None) -> None:
 
 @interpreted
 def test_experts_of_another_rank_are_dropped(small: None) -> None:
-    layer = experts(ep=fl.Axis(1, 2))
+    layer = experts(ep=fl.Axis(2, 1))
     layer.store_bf12()
     counted = Counted(layer)
     x, weights, ids = routed()
@@ -333,9 +337,10 @@ def test_experts_of_another_rank_are_dropped(small: None) -> None:
 @interpreted
 def test_which_layers_and_why_not(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = "not plain routed experts without biases, gate rows, then up rows"
-    many = experts()
-    many.w2[3, 5, ::2] = 2.0**30
-    odd = fl.FusedMoE(256, 96, 2, 1, dtype=BF16)
+    many = fl.FusedMoE(256, 64, 4, 2, dtype=BF16)
+    many.w2[3], many.w13[3] = 1.0, 1.0
+    many.w13[3, 5, ::3], many.w13[3, 5, 1::3] = 2.0**30, 2.0**-30
+    odd = fl.FusedMoE(128, 96, 2, 1, dtype=BF16)
     model = nn.ModuleDict(
         {
             "a": experts(), "fp32": experts(dtype=FP32), "bias": experts(bias=True), "shared": experts(num_shared=1),
@@ -350,7 +355,7 @@ def test_which_layers_and_why_not(small: None, monkeypatch: pytest.MonkeyPatch) 
         "fp8": plain, "odd": "96 input features are no multiple of 64 up to 32768", "many": TOO_MANY,
     }  # fmt: skip
     monkeypatch.setattr("fastlayers.quant.bf12.LEAST", LEAST)
-    assert experts().store_bf12() == f"{6 * 256 * 256} weights are fewer than {LEAST}"
+    assert experts().store_bf12() == f"{6 * 128 * 128} weights are fewer than {LEAST}"
 
 
 def edit(layer: fl.FusedMoE) -> None:
@@ -440,53 +445,40 @@ def test_weights_that_are_computed_are_not_stored(small: None) -> None:
 
 # ---- models
 
-WIDE = dict(hidden_size=128, intermediate_size=192, moe_intermediate_size=64, head_dim=32)
-MODELS = {"qwen3": QWEN3 | WIDE, "qwen3_moe": QWEN3_MOE | WIDE}
+MODELS = {
+    name: hf | dict(num_hidden_layers=1, vocab_size=64, eos_token_id=63, moe_intermediate_size=64)
+    for name, hf in (("qwen3", QWEN3), ("qwen3_moe", QWEN3_MOE))
+}
 
 
-def logits_of(model: Any, prompt: list[int], forced: list[int], monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    """Return the logits of each step of one token."""
+def written(model: Any) -> tuple[list[int], torch.Tensor]:
+    """Return some tokens behind a prompt, and the logits of each."""
     found: list[torch.Tensor] = []
-    head = model.lm_head
-    hook = head.register_forward_hook(
-        lambda module, given, y: found.append(y.float().reshape(-1, y.shape[-1])[-1:].clone())
-    )
-    try:
-        Generator(model, max_batch=1, max_length=64, cuda_graph=False).generate([prompt], max_new_tokens=1, eos_ids=())
-        for i in range(len(forced)):
-            rows = [prompt + forced[: i + 1]]
-            Generator(model, max_batch=1, max_length=64, cuda_graph=False).generate(rows, max_new_tokens=2, eos_ids=())
-    finally:
-        hook.remove()
-    return torch.cat(found)
+    hook = model.lm_head.register_forward_hook(lambda _, x, y: found.append(y.float().view(-1, y.shape[-1])[-1:]))
+    generator = Generator(model, max_batch=1, max_length=32, cuda_graph=False)
+    (tokens,) = generator.generate([[3, 17, 5, 60]], max_new_tokens=4, eos_ids=())
+    hook.remove()
+    return tokens, torch.cat(found)
 
 
 @interpreted
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_writes_the_same(name: str, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_writes_the_same(name: str, small: None) -> None:
     model = small_model(MODELS[name], dtype=BF16)
-    prompts = [[3, 17, 5, 60], [90, 2], [44]]
-
-    def written() -> list[list[int]]:
-        return [
-            Generator(model, max_batch=1, max_length=64, cuda_graph=False).generate(
-                [prompt], max_new_tokens=6, eos_ids=()
-            )[0]
-            for prompt in prompts
-        ]
-
-    before = written()
-    first = logits_of(model, prompts[0], before[0][:3], monkeypatch)
+    before, first = written(model)
     names = set(model.state_dict())
     stored = fl.store_bf12(model)
-    linears = [n for n, each in model.named_modules() if isinstance(each, fl.Linear | fl.FusedMoE)]
-    assert sorted(stored.layers) == sorted(linears) and set(model.state_dict()) == names
+    layers = [n for n, each in model.named_modules() if isinstance(each, fl.Linear | fl.FusedMoE)]
+    assert sorted(stored.layers) == sorted(layers) and set(model.state_dict()) == names
     counted = [Counted(model.get_submodule(each)) for each in stored.layers]
-    second = logits_of(model, prompts[0], before[0][:3], monkeypatch)
-    assert min(each.calls for each in counted) > 0
-    # Two orders of fp32 sums, each rounded to bf16: some last bits.
-    assert first.shape == second.shape and float(first.std()) > 0.1
+    after, second = written(model)
+    assert after == before and min(each.calls for each in counted) >= 3
+    # The prompt's by the weights; then two orders of fp32 sums, each rounded to bf16: some last bits.
+    assert first.shape == second.shape and len(first) == 4 and torch.equal(first[0], second[0])
     assert float((first - second).abs().max()) <= 0.05 * float(first.std())
-    assert written() == before
-    model.get_submodule(stored.layers[0]).weight.mul_(-3.0)
-    assert written() != before
+    calls = counted[0].calls
+    for each in stored.layers:
+        if isinstance(layer := model.get_submodule(each), fl.Linear):
+            layer.weight.mul_(-3.0)
+    again, third = written(model)
+    assert counted[0].calls == calls and not torch.equal(third[0], first[0])
