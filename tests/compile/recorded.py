@@ -31,6 +31,7 @@ from fastlayers.attention.mla.triton import rounded_to_e4m3
 from fastlayers.comm import triton_exchange, triton_push, triton_tokens
 from fastlayers.linear.bmm.layer import BmmConfig
 from fastlayers.linear.dense.layer import LinearConfig
+from fastlayers.linear.dense.triton_bf12 import linear_bf12
 from fastlayers.linear.fp8_block.layer import FP8LinearConfig
 from fastlayers.linear.fp8_scaled.layer import FP8ScaledLinearConfig
 from fastlayers.linear.int8.layer import Int8LinearConfig
@@ -48,6 +49,7 @@ from fastlayers.moe.router.triton import router_logits
 from fastlayers.norm.rms_norm.coded import coded_norm
 from fastlayers.patching.triton_dense import TritonDense
 from fastlayers.patching.triton_turn import TritonTurn
+from fastlayers.quant.bf12 import BF12Weights
 from fastlayers.registry import LAYERS, registry
 from fastlayers.registry.spec import Case, spec_of
 from fastlayers.runtime import launch
@@ -327,6 +329,24 @@ def _rows(recorder: Recorder) -> None:
             coded_norm.function(rows, weight, residual, 1e-6, 0, "col_tma4")
 
 
+def _bf12_weights(rows: int, k: int, outliers: int) -> BF12Weights:
+    """Return weights without memory: a row in some thousand of real ones has several outliers."""
+    words, columns = (_empty(rows, width, dtype=torch.int32) for width in (3 * k // 8, outliers))
+    return BF12Weights(words, _empty(rows, dtype=FP32), columns, _empty(rows, outliers, dtype=BF16))
+
+
+def _bf12(recorder: Recorder) -> None:
+    """Record what one token launches with weights of 12 bits: every run, each plan, with few and with most outliers."""
+    for n, k, outliers in (
+        (6144, 4096, 4), (4096, 12288, 8), (5120, 2880, 4), (4096, 4096, 64), (4096, 12288, 64), (2112, 7168, 16),
+        (4096, 1152, 1),
+    ):  # fmt: skip
+        for bias in (None, _empty(n, dtype=BF16)):
+            for out_dtype in (BF16, FP32):
+                recorder.label = f"linear-bf12-{n}x{k}-{outliers}{'' if bias is None else '-bias'}-{TYPES[out_dtype]}"
+                linear_bf12(_empty(1, k, dtype=BF16), _bf12_weights(n, k, outliers), bias, out_dtype)
+
+
 def _attention(recorder: Recorder) -> None:
     """Record captured extends, and queries that a package takes in e4m3."""
     for name, bucket in (("qwen3_8b_prefill", ExtendBucket(2048, 8)), ("gpt_oss_prefill", ExtendBucket(512, 4))):
@@ -490,6 +510,7 @@ def builds() -> list[KernelBuild]:
             x, weight = (_empty(count, hidden, dtype=BF16) for count in (tokens, experts))
             router_logits(x, weight, _empty(experts, dtype=BF16), False)
         _rows(recorder)
+        _bf12(recorder)
         _attention(recorder)
         _ranks(recorder)
         _patched(recorder)

@@ -1,4 +1,4 @@
-"""One token by bf12 weights: sums against float64, planted faults, and a layer that keeps such a copy while it holds."""
+"""One token by bf12 weights: sums against float64, planted faults, and a layer that keeps such a copy."""
 
 from __future__ import annotations
 
@@ -314,7 +314,8 @@ def test_which_layers_why_not_and_how_many_bytes(small: None, monkeypatch: pytes
         {
             "a": linear(), "fp32": fl.Linear(256, 8), "odd": fl.Linear(96, 8, dtype=BF16), "many": many,
             "head": fl.LMHead(128, 64, dtype=BF16), "norm": fl.RMSNorm(64), "meta": fl.Linear(64, 8, dtype=BF16),
-            "plain": nn.Linear(64, 8), "fp8": fl.FP8BlockLinear(256, 128, dtype=BF16), "fp16": fl.Linear(64, 8, dtype=torch.float16),
+            "plain": nn.Linear(64, 8), "fp8": fl.FP8BlockLinear(256, 128, dtype=BF16), 
+            "fp16": fl.Linear(64, 8, dtype=torch.float16),
         }
     )  # fmt: skip
     model["meta"].to_empty(device="meta")
