@@ -418,7 +418,7 @@ def test_rope_that_reads_positions_on_the_host_is_not_captured() -> None:
 def test_a_failing_patch_leaves_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("qwen3")
     before = {name: sorted(module.__dict__) for name, module in model.named_modules()}
-    monkeypatch.setattr(decode, "entry", lambda *given: 1 / 0)
+    monkeypatch.setattr(capturable, "captured", lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         fl.patch(model, cuda_graph=True)
     assert {name: sorted(module.__dict__) for name, module in model.named_modules()} == before

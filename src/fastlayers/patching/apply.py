@@ -42,7 +42,7 @@ def patch(
     strict: bool = False,
     dry_run: bool = False,
     fp8_math: bool = False,
-    overlap: bool = False,
+    overlap: bool | None = None,
     bf12: bool = False,
 ) -> PatchReport:
     """Make a Hugging Face model run on fastlayers, in place; :func:`unpatch` undoes it.
@@ -74,11 +74,11 @@ def patch(
         Only report what would be done.
     fp8_math : bool
         ``False``. It is of FP8 caches, and a patched model's hold its dtype; ``fastlayers_models`` has both.
-    overlap : bool
-        With ``cuda_graph``: launch the next greedy step before it is asked for, and again if it is another one then.
+    overlap : bool, optional
+        Launch the next greedy step before it is asked for, and again if it is another then. Default: ``cuda_graph``.
     bf12 : bool
         With ``cuda_graph``: captured steps of one row read bfloat16 linears in 12 bits a weight, without loss; the
-        copies take 0.75 of their memory (:func:`fastlayers.store_bf12`). Experts stay as they are.
+        copies take 0.75 of their memory (:func:`fastlayers.store_bf12`).
 
     Returns
     -------
@@ -89,7 +89,7 @@ def patch(
     PatchError
         Nothing can be replaced, or ``strict`` and something is skipped. The model is as it was.
     NoBackendError, UnknownNameError
-        A backend that was named cannot run, or does not exist. The model is as it was.
+        A backend that was named cannot run, or does not exist; the model is as it was.
     ArgumentError
         An argument that is not accepted; ``cuda_graph`` for a model that is not on a CUDA device or does not generate;
         a backend by name for modules that are patched with another one already.
@@ -107,17 +107,10 @@ def patch(
     ['attention', 'mlp', 'norm']
     >>> fl.unpatch(model)
     """
-    options = _options(
-        {
-            "attention": attention, "moe": moe, "linear": linear, "norm": norm, "mlp": mlp, "backend": backend,
-            "fuse_projections": fuse_projections, "cache": cache, "cuda_graph": cuda_graph, "include": include,
-            "exclude": exclude, "verify": verify, "strict": strict, "dry_run": dry_run,
-            "fp8_math": fp8_math, "overlap": overlap, "bf12": bf12,
-        }
-    )  # fmt: skip
+    options = _options(locals())
     if not isinstance(model, nn.Module):
         raise ArgumentError("patch", "model", type(model).__name__, "an nn.Module")
-    attach = partial(decode.attach, overlapping=overlap, bf12=bf12) if cuda_graph else None
+    attach = partial(decode.attach, overlapping=overlap is not False, bf12=bf12) if cuda_graph else None
     return _patch(_unwrap(model), options, attach, dry_run)
 
 
@@ -125,8 +118,10 @@ def _options(given: Mapping[str, Any]) -> Options:
     """Return the arguments of :func:`patch`, checked as far as they can be without a model."""
     check_choice("patch", "cache", given["cache"], ("adopt", "hf"))
     check_choice("patch", "verify", given["verify"], ("layer", False))
-    flags = ("fuse_projections", "cuda_graph", "strict", "dry_run", "overlap", "bf12")
+    flags = ("fuse_projections", "cuda_graph", "strict", "dry_run", "bf12")
     check_plain("patch", "bool", **{name: given[name] for name in flags})
+    if given["overlap"] is not None:
+        check_plain("patch", "bool", overlap=given["overlap"])
     check_plain("patch", "str", backend=given["backend"])
     if given["overlap"] and not given["cuda_graph"]:
         accepted = "cuda_graph=True beside it: steps that are launched from Python cannot run ahead of it"
