@@ -291,3 +291,19 @@ def test_compiles_for_other_cards(build: KernelBuild, capability: int) -> None:
     if not fits:
         row, case = registry("mla").named("triton"), spec_of("mla").case("deepseek_prefill")
         assert "KiB of shared memory" in str(row.why_not(case.cfg, card))
+
+
+# Of weights in 12 bits the shapes of Qwen3-8B and GPT-OSS, with few outliers.
+BF12 = [
+    build for build in BUILDS
+    if re.search(r"-bf12-(6144x4096-4|4096x12288-8|5120x2880-4)-bf16$", build.name)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("capability", [80, 89, 100, 120])
+@pytest.mark.parametrize("build", BF12, ids=lambda build: build.name)
+def test_bf12_vectors_spill_on_no_card(build: KernelBuild, capability: int) -> None:
+    assert len(BF12) == 3
+    build = replace(build, constexprs=build.constexprs | {"PDL": build.constexprs["PDL"] and capability >= 90})
+    report = compile_for(build, capability)
+    assert report.spills == 0 and report.shared <= 1024, report
