@@ -304,6 +304,36 @@ def untuned() -> list[str]:
     ]
 
 
+def since() -> str:
+    """What was measured behind the page's commit: steps of one request, and first tokens behind a cached prefix."""
+    lines = ["| what | before | now | by |", "|---|---|---|---|"]
+    for row in lines_of("../patch_bf12_h200"):
+        if "ms" in row:
+            ms = row["ms"]
+            now = f"overlapping steps {ms['overlap']:.2f}, and with `bf12` {ms['bf12']:.2f} ms"
+            what = f"{row['model']}, patched, captured steps, batch {row['batch']}"
+            lines.append(f"| {what} | {ms['graph']:.2f} ms | {now} | {_by(row)} |")
+    head: Row = {}
+    for row in lines_of("../generate_bf12_h200"):
+        head = row if "command" in row else head
+        if "tpot_ms" in row:
+            what = f"{row['model']}, generate, batch {row['batch']}, `bf12`"
+            lines.append(f"| {what} | {generated(row['model'], row['batch'])} | {row['tpot_ms']:.2f} ms | {_by(head)} |")
+    rows = lines_of("../prefix_first_token_h200")
+    ways = {row["way"]: row for row in rows if "way" in row}
+    if len(ways) == 3:
+        one = ways["one shot"]
+        what = f"{one['layers']} layers of DeepSeek-V3, first token of {one['new']} behind {one['prefix']} cached tokens"
+        now = f"expanded in one shot {one['ms']}, in two chunks {ways['two chunks']['ms']} ms"
+        lines.append(f"| {what} | latents, captured: {ways['latents']['ms']} ms | {now} | {_by(rows[0])} |")
+    return "\n".join(lines)
+
+
+def _by(run: Row) -> str:
+    """Return what made a row, in short."""
+    return f"`{run['command'].removeprefix('python benchmarks/')}`, commit {run['commit']}"
+
+
 def layer_table(part: str) -> str:
     """A line a point: tokens, auto's time and backend, the best peer, ratio, fractions of the floors."""
     found = points(read(part))
@@ -378,6 +408,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "limits": limits,
     "nearest": nearest,
     "latencies": latencies,
+    "since": since,
     "serving": serving,
 } | {part: partial(layer_table, part) for part in LAYERS}
 
