@@ -318,12 +318,16 @@ def since() -> str:
         head = row if "command" in row else head
         if "tpot_ms" in row:
             what = f"{row['model']}, generate, batch {row['batch']}, `bf12`"
-            lines.append(f"| {what} | {generated(row['model'], row['batch'])} | {row['tpot_ms']:.2f} ms | {_by(head)} |")
+            lines.append(
+                f"| {what} | {generated(row['model'], row['batch'])} | {row['tpot_ms']:.2f} ms | {_by(head)} |"
+            )
     rows = lines_of("../prefix_first_token_h200")
     ways = {row["way"]: row for row in rows if "way" in row}
     if len(ways) == 3:
         one = ways["one shot"]
-        what = f"{one['layers']} layers of DeepSeek-V3, first token of {one['new']} behind {one['prefix']} cached tokens"
+        what = (
+            f"{one['layers']} layers of DeepSeek-V3, first token of {one['new']} behind {one['prefix']} cached tokens"
+        )
         now = f"expanded in one shot {one['ms']}, in two chunks {ways['two chunks']['ms']} ms"
         lines.append(f"| {what} | latents, captured: {ways['latents']['ms']} ms | {now} | {_by(rows[0])} |")
     return "\n".join(lines)

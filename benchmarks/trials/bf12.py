@@ -66,15 +66,16 @@ class Steps:
 
     def timed(self, what: Any, plan: Any) -> float:
         """Return the milliseconds of a step that is captured now."""
-        step = self.generator.step
-        step.graphs.clear()
+        step, graphs = self.generator.step, self.generator.step.graphs
+        assert graphs is not None
+        graphs.clear()
         step.capture([1])
         key, took = decode_key(self.generator, 1), []
         for _ in range(12):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             for _ in range(8):
-                step.graphs.replay(key)
+                graphs.replay(key)
             end.record()
             torch.cuda.synchronize()
             took.append(begin.elapsed_time(end) / 8)
