@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 
 from fastlayers.linear.dense.triton_bf12 import BF12Linear
 from fastlayers.quant.bf12 import pack_bf12, why_not_bf12
-
-
-def _edits(root: Any) -> int:
-    """Return a number that grows when a weight is edited in place."""
-    return sum(weight._version for weight in root.parameters() if not weight.is_inference())
 
 
 class BF12Copies:
@@ -25,7 +21,9 @@ class BF12Copies:
     """
 
     def __init__(self, wanted: bool) -> None:
-        self.wanted, self._at = wanted, 0
+        self.wanted = wanted
+        # The model's weights when it was asked last, and how often each had been edited.
+        self._at: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self._copies: dict[tuple[int, torch.Size], BF12Linear | None] = {}
 
     @property
@@ -46,11 +44,18 @@ class BF12Copies:
         return self._copies[key]
 
     def stale(self, root: Any) -> bool:
-        """Return whether a weight of ``root`` was edited since this was asked last, where there are copies."""
+        """Return whether a weight of ``root`` was edited or replaced since this was asked last, where there are copies.
+
+        Writes through ``.data`` or raw pointers are seen by nobody.
+        """
         if not self.wanted:
             return False
-        before, self._at = self._at, _edits(root)
-        return bool(self._copies) and before != self._at
+        before, weights = self._at, [each for each in root.parameters() if not each.is_inference()]
+        self._at = [(weakref.ref(each), each._version) for each in weights]
+        same = len(before) == len(weights) and all(
+            ref() is each and version == each._version for (ref, version), each in zip(before, weights, strict=True)
+        )
+        return bool(self._copies) and not same
 
     def clear(self) -> None:
         """Forget all."""
