@@ -53,7 +53,7 @@ class BF12Copies:
         before, weights = self._at, [each for each in root.parameters() if not each.is_inference()]
         self._at = [(weakref.ref(each), each._version) for each in weights]
         same = len(before) == len(weights) and all(
-            ref() is each and version == each._version for (ref, version), each in zip(before, weights, strict=True)
+            version == each._version and ref() is each for (ref, version), each in zip(before, weights, strict=True)
         )
         return bool(self._copies) and not same
 
