@@ -19,7 +19,7 @@ import torch
 
 import fastlayers as fl
 from fastlayers.linear.dense import triton_bf12
-from fastlayers.registry.choice import FirstRung
+from fastlayers.registry.first_rung import FirstRung
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from generate import MODELS, decode_key, prompts_of, randomize

@@ -17,7 +17,7 @@ from fastlayers.gradients import refuse
 from fastlayers.moved import renamed
 from fastlayers.registry import Choice, Ladder, Registry
 from fastlayers.registry import registry as registry_named
-from fastlayers.registry.choice import FirstRung
+from fastlayers.registry.first_rung import FirstRung
 from fastlayers.weights import FP16_OVERFLOWS, too_large
 from fastlayers.weights_epoch import Packed, WatchedModule, epoch_of
 
@@ -78,10 +78,10 @@ class Layer(WatchedModule):
 
     def use(self, ladders: Sequence[Ladder]) -> None:
         """Compute with these ladders from now on, in the order of :attr:`choices`."""
-        before, self.ladder = self.__dict__.get("ladder"), ladders[-1]
+        first, self.ladder = self.__dict__.get("ladder"), ladders[-1]
         self.choice = self.ladder.choice
-        if isinstance(before, FirstRung):
-            self.ladder = before.before(self.ladder)
+        if isinstance(first, FirstRung):
+            self.ladder = first.before(self.ladder)
 
     def serve_one_token(self, impl: Callable[..., Any], *sources: torch.Tensor) -> None:
         """Compute one token by ``impl``, which has copies of these weights, until they change."""
@@ -95,9 +95,13 @@ class Layer(WatchedModule):
 
     def weights_changed(self) -> None:
         """Tell, and forget what served one token with a copy."""
+        self.forget_copy()
+        super().weights_changed()
+
+    def forget_copy(self) -> None:
+        """Drop what serves one token with a copy, if there is something."""
         if isinstance(ladder := self.__dict__.get("ladder"), FirstRung):
             self.ladder = ladder.behind
-        super().weights_changed()
 
     def choose_again(self, built_only: bool = True) -> bool:
         """Choose once more what was chosen automatically, and return whether that is something else now.

@@ -24,7 +24,7 @@ from fastlayers.linear.dense import triton_bf12
 from fastlayers.linear.dense.triton_bf12 import SHORT, WHOLE, Plan, linear_bf12, plan_of
 from fastlayers.quant import bf12_tiles
 from fastlayers.quant.bf12 import LEAST, TOO_MANY, BF12Weights, pack_bf12
-from fastlayers.registry.choice import FirstRung
+from fastlayers.registry.first_rung import FirstRung
 from fastlayers.weights_epoch import WeightsWatch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

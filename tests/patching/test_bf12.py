@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import fastlayers as fl
 from fastlayers.errors import ArgumentError
 from fastlayers.linear.dense import triton_bf12
 from fastlayers.patching import capturable, decode
+from fastlayers.patching.bf12 import BF12Copies
 from fastlayers.quant import bf12
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -75,16 +77,39 @@ def test_one_row_reads_copies_and_several_do_not(products: list[tuple[int, ...]]
     assert not products
 
 
-def test_an_edited_weight_is_seen_by_the_next_call(products: list[tuple[int, ...]]) -> None:
+def edit(weight: torch.Tensor) -> None:
+    weight.mul_(3.0)
+
+
+def merge(weight: torch.Tensor) -> None:
+    weight.data += 0.5 * weight.data.flip(0)  # as adapters are: torch counts no edit
+
+
+@pytest.mark.parametrize("change", [edit, merge])
+def test_an_edited_weight_is_seen_by_the_next_call(
+    change: Callable[[torch.Tensor], None], products: list[tuple[int, ...]]
+) -> None:
     model, plain = patched(bf12=True), patched()
-    logits_of(model)
+    before = logits_of(model)
     for each in (model, plain):
         with torch.no_grad():
-            each.lm_head.weight.mul_(3.0)
+            change(each.model.layers[0].mlp.down_proj.weight)
+            change(each.model.layers[1].self_attn.q_proj.weight)  # a part of a buffer
     products.clear()
     wanted, found = logits_of(plain), logits_of(model)
-    assert products
+    assert products and (wanted - before).abs().max() > 2**-3 * wanted.abs().max()
     assert (found - wanted).abs().max() <= 2**-5 * wanted.abs().max()
+
+
+def test_a_turned_weight_has_no_copy_of_the_other(products: list[tuple[int, ...]]) -> None:
+    copies, weight = BF12Copies(True), torch.randn(64, 64).bfloat16()
+    copy_of = copies.of(weight)
+    assert copy_of is not None and copies.of(weight) is copy_of and copies.of(weight.t()) is None
+
+
+def test_a_model_that_can_have_no_copies_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"patch.*bf12.*no linear of this model has bfloat16 weights"):
+        fl.patch(build("qwen3"), cuda_graph=True, bf12=True)
 
 
 def test_copies_of_a_model_and_second_patches_say_whether(products: list[tuple[int, ...]]) -> None:

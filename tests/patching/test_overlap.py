@@ -63,11 +63,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_tokens_and_logits_equal_those_of_steps_that_wait(name: str, launched: list[int]) -> None:
     model = build(name)
     stock = generated(model)
-    fl.patch(model, cuda_graph=True)
+    fl.patch(model, cuda_graph=True, overlap=False)
     kept = {"return_dict_in_generate": True, "output_logits": True}
     for _ in range(2):  # prompts are replayed from the second on
         waited = generated(model, **kept)
-    report = fl.patch(model, cuda_graph=True, overlap=True)
+    report = fl.patch(model, cuda_graph=True)
     before = int(decode.driver_of(model).replays)  # type: ignore[union-attr]
     assert not launched and torch.equal(waited.sequences, stock)
     ours = generated(model, **kept)
@@ -160,10 +160,10 @@ def test_caches_that_grow_and_hooks_in_between(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_copies_and_second_patches_say_whether(how: str, launched: list[int]) -> None:
     model = build("llama")
-    fl.patch(model, cuda_graph=True, overlap=True)
+    fl.patch(model, cuda_graph=True)
     other = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
     assert torch.equal(generated(other), generated(model)) and len(launched) == 2 * (NEW - 2)
-    fl.patch(model, cuda_graph=True)
+    fl.patch(model, cuda_graph=True, overlap=False)
     launched.clear()
     generated(model)
     assert not launched and decode.driver_of(other).overlapping  # type: ignore[union-attr]

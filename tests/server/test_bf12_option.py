@@ -14,7 +14,7 @@ import fastlayers as fl
 from fastlayers.bf12 import StoredBF12
 from fastlayers.errors import ArgumentError
 from fastlayers.quant import bf12
-from fastlayers.registry.choice import FirstRung
+from fastlayers.registry.first_rung import FirstRung
 from fastlayers.testing.world import Rank, world
 from fastlayers_models import AutoModel
 from fastlayers_models.find import TINY, assets

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -13,6 +13,7 @@ from torch import nn
 
 from fastlayers.errors import ArgumentError, PatchError, check_choice, check_plain, describe
 from fastlayers.patching import capturable, decode
+from fastlayers.patching.bf12 import check_bf12
 from fastlayers.patching.classes import swap, unswap
 from fastlayers.patching.families import MODEL_TYPES
 from fastlayers.patching.mla import FastMLA
@@ -77,8 +78,8 @@ def patch(
     overlap : bool, optional
         Launch the next greedy step before it is asked for, and again if it is another then. Default: ``cuda_graph``.
     bf12 : bool
-        With ``cuda_graph``: captured steps of one row read bfloat16 linears in 12 bits a weight, without loss; the
-        copies take 0.75 of their memory (:func:`fastlayers.store_bf12`).
+        With ``cuda_graph``: captured steps of one row read layers' large bfloat16 linears in 12 bits a weight, without
+        loss; the copies take 0.75 of their memory (:func:`fastlayers.store_bf12`).
 
     Returns
     -------
@@ -153,9 +154,11 @@ def check_options(layer: str, given: object) -> None:
     _options(known | dict(given))
 
 
-def _patch(model: nn.Module, options: Options, attach: Callable[..., Any] | None, dry_run: bool) -> PatchReport:
+def _patch(model: nn.Module, options: Options, attach: partial[Any] | None, dry_run: bool) -> PatchReport:
     if attach is not None:
         capturable.check_capturable(_roots(model))
+        if attach.keywords["bf12"]:
+            check_bf12(_roots(model))
     steps = make_plan(model, options)
     _check(steps, options)
     if dry_run:
@@ -202,7 +205,7 @@ def _kinds(asked: Mapping[str, Any], backend: str) -> dict[str, str | None]:
 
 
 def _apply_or_undo(
-    model: nn.Module, steps: list[Step], options: Options, attach: Callable[..., Any] | None
+    model: nn.Module, steps: list[Step], options: Options, attach: partial[Any] | None
 ) -> list[PatchEntry]:
     with ExitStack() as undo:
         entries = _apply(model, steps, options, undo)

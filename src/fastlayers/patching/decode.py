@@ -113,8 +113,8 @@ class DecodeDriver(CapturedSteps):
         return {name: getattr(self, name) for name in names} | {"bf12": self.copies.wanted}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        names = ("root", "_make_graphs", "core", "overlapping", "bf12")
-        self.__init__(*(state[name] for name in names))  # type: ignore[misc]
+        names = ("root", "_make_graphs", "core", "overlapping")
+        self.__init__(*(state[name] for name in names), state.get("bf12", False))  # type: ignore[misc]
         self._before = state["_before"]
 
     @property

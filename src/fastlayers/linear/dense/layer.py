@@ -153,6 +153,7 @@ class Linear(LinearBase):
         See :func:`fastlayers.store_bf12`.
         """
         cfg, weight = self.cfg, self._parameters.get("weight")
+        self.forget_copy()
         if weight is None:
             return "the weight is computed, pruned or parametrized"
         if why := LINEAR.named("triton").why_not(cfg, as_device(weight.device)) or why_not_bf12(weight):
