@@ -81,7 +81,7 @@ class BF12Copies:
     def stale(self, root: Any) -> bool:
         """Return whether a weight of ``root`` was edited or replaced since this was asked last, where there are copies.
 
-        What torch does not count as an edit (writes through ``.data``, as an adapter's merge; a fused optimizer) is seen
+        What torch counts as no edit (writes through ``.data``, as an adapter's merge; a fused optimizer) is seen
         where it changes a whole weight.
         """
         if not self.wanted:
