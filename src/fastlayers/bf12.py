@@ -56,8 +56,8 @@ def store_bf12(model: nn.Module) -> StoredBF12:
     Such a step takes as long as reading its weights, and reads 0.75 of the bytes; weights are the same to the last bit
     (:mod:`fastlayers.quant.bf12`), sums are added in another order. Steps of more tokens compute with the weights, so
     that copies cost 0.75 of their memory. A layer whose weights change forgets its copy, and a captured step is
-    captured again: call it behind loading, and again behind a change. What no layer sees (``.data``, ``functional_call``:
-    :func:`fastlayers.repack` lists it) needs ``repack`` before. Linears of transformers: ``patch(..., bf12=True)``.
+    captured again: call it behind loading, and again behind a change. What no layer sees (``.data`` and what else
+    :func:`fastlayers.repack` lists) needs ``repack`` before. Linears of transformers: ``patch(..., bf12=True)``.
 
     Parameters
     ----------
