@@ -164,7 +164,7 @@ def _words(rows: _Rows) -> torch.Tensor:
     halves = ((bits & 0x80) << 8) | (bits & 0x7F)
     pairs = halves[:, :, 0::2] | (halves[:, :, 1::2] << 16)
     exponents = (codes[:, :, 0::2] << 7) | (codes[:, :, 1::2] << 23)
-    first = pairs[:, :, 0::2] | _turned(pairs[:, :, 1::2], -8)  # [n, chunks, 2, 32]
+    first = pairs[:, :, 0::2] | _turned(pairs[:, :, 1::2], -8)  # [n, chunks, 2, R]
     last = sum(_turned(exponents[:, :, j], -4 * j) for j in range(4))
     assert isinstance(last, torch.Tensor)
     words = torch.cat((first, last[:, :, None]), 2).reshape(n, -1)

@@ -1,7 +1,7 @@
 """Tiles of bf12 weights in Triton: three runs of words, eight weights a place, for matrix-vector products.
 
 A tile is rows × BLOCK_G groups of eight columns. Weights are decoded as the smallest numbers that there are, and
-multiplied by inputs raised by 2^64: each sum is scaled once. Inputs from 2^63 on become infinite, and an infinite one
+multiplied by inputs raised by 2^64: each sum is scaled once. Inputs from 2^64 on become infinite, and an infinite one
 gives NaN where it meets a zero or the place of an outlier.
 """
 
