@@ -32,14 +32,16 @@ class StoredBF12:
     refused: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        reasons = "".join(f"\n{name}: {why}" for name, why in self.refused.items())
-        return f"bf12: {len(self.layers)} layers, {self.nbytes / 2**30:.2f} GiB beside their weights{reasons}"
+        return "\n".join([self._stored, *(f"{name}: {why}" for name, why in self.refused.items())])
+
+    @property
+    def _stored(self) -> str:
+        return f"bf12: {len(self.layers)} layers, {self.nbytes / 2**30:.2f} GiB beside their weights"
 
     @property
     def summary(self) -> str:
         """Say the same in one line: layers that have none are counted by reason."""
-        told = f"bf12: {len(self.layers)} layers, {self.nbytes / 2**30:.2f} GiB beside their weights"
-        return f"{told}; without: {self.why_not}" if self.refused else told
+        return f"{self._stored}; without: {self.why_not}" if self.refused else self._stored
 
     @property
     def why_not(self) -> str:
