@@ -159,7 +159,7 @@ def test_a_cache_scale_two_percent_off_breaks_the_bound(family: str, factor: flo
 
 
 def test_the_bound_is_the_sum_of_its_roundings(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"bf16": Divergence(1.0, 10.0, 1.0), "fp8-kv": Divergence(2.0, 30.0, 1.0)}
+    found = {"bf16": Divergence(1.0, 7.0, 1.0, 10.0), "fp8-kv": Divergence(2.0, 8.0, 1.0, 30.0)}
     stick = yardstick("gpt_oss")
     monkeypatch.setattr(stick, "with_rounding", lambda name: found[name])
     monkeypatch.setattr(divergence, "FLOOR", 0.5)
@@ -172,7 +172,28 @@ def test_divergence_is_that_of_its_definition() -> None:
     found = divergence.divergence([p.log()], lambda ids: q.log() + 3, [[1, 2]])
     first = 0.5 * torch.tensor(2.0).log().item() - 0.25 * torch.tensor(2.0).log().item()
     assert found.mean == pytest.approx(first / 2) and found.p99 == pytest.approx(0.99 * first)
-    assert found.top1 == 0.5
+    assert found.top1 == 0.5 and found.extreme == pytest.approx(first)
+
+
+def test_a_context_that_texts_share_counts_once() -> None:
+    p = torch.tensor([[0.5, 0.5], [0.9, 0.1], [0.2, 0.8]]).log()
+    q = torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.8, 0.2]]).log()
+    texts, rows = [[1, 2], [1, 3], [2, 2]], [[0, 1], [0, 2], [2, 1]]
+    found = divergence.divergence([p[row] for row in rows], lambda ids: q[rows[texts.index(ids)]], texts)
+    each = (p.exp() * (p - q)).sum(-1)
+    # [1], [1 2], [1 3], [2] and [2 2]: five contexts of six positions.
+    assert found.mean == pytest.approx(float(each[[0, 1, 2, 2, 1]].double().mean()), rel=1e-6)
+    assert found.top1 == pytest.approx(3 / 5)
+
+
+def test_another_draws_percentile_exceeds_the_extreme_once_in_a_hundred() -> None:
+    k, draws = 17, 20_000
+    rank = divergence.extreme_rank(k)
+    # The largest of 1,700 numbers of any distribution, by their ranks: those of the uniform one.
+    largest = torch.rand(2, draws, 1700, generator=torch.Generator().manual_seed(0)).topk(k, dim=-1).values
+    chances = [float((largest[1, :, k - 1] > largest[0, :, r - 1]).float().mean()) for r in (rank, rank + 1)]
+    assert rank == 6 and chances[0] < 0.01 < chances[1]
+    assert [divergence.extreme_rank(few) for few in (1, 6, 7, 9, 10)] == [1, 1, 1, 1, 2]
 
 
 def test_a_checkpoint_in_fp8_is_judged_by_what_its_format_rounds(fp8: Callable[[str], Path], tmp_path: Path) -> None:
