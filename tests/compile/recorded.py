@@ -39,7 +39,7 @@ from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.launch_config import candidates
 from fastlayers.moe.fused_moe.packages import deep_gemm
 from fastlayers.moe.fused_moe.swizzle import swizzle
-from fastlayers.moe.fused_moe.triton import permute
+from fastlayers.moe.fused_moe.triton import activation, permute
 from fastlayers.moe.fused_moe.triton.backend import TritonFusedMoE
 from fastlayers.moe.fused_moe.triton.mxfp4 import hopper as mxfp4_hopper
 from fastlayers.moe.fused_moe.triton.mxfp4 import plans as mxfp4_plans
@@ -314,6 +314,13 @@ def _rows(recorder: Recorder) -> None:
         permute.scatter(
             rows, permute.place(ids, 256, 1, tokens_of_rows=True, sizes=(7168, 256)), "fp8_block", False, layout
         )
+    # A prompt's activation: of experts whose rows follow one another, and of a model's with other sizes.
+    many = _empty(4096, 8, dtype=torch.int32)
+    for cfg in (V3_EXPERTS, replace(QWEN3_EXPERTS, quant="fp8_block"), QWEN3_EXPERTS):
+        for align, layout in ((1, permute.ROW_SCALES), (128, permute.COLUMN_SCALES)):
+            placed = permute.place(many, cfg.num_experts, cfg.num_shared, align=align)
+            halves = _empty(placed.total, 2 * cfg.intermediate_size, dtype=BF16)
+            activation.activate(halves, many, None, placed, cfg, layout)
     recorder.label = "expert_placement"
     tables = [_empty(*shape, dtype=torch.int32) for shape in ((256, 9), (256,), (256,))]
     TritonSlots(None)(ids, _empty(128, dtype=torch.int64), *tables)

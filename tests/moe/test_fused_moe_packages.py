@@ -190,6 +190,30 @@ def test_triton_kernels_simulated() -> None:
 
 
 @interpreted
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    [
+        ("deep_gemm", "fp8_shared"),
+        ("deep_gemm", "gpt_oss_bf16"),
+        ("sgl_kernel", "fp8_shared"),
+        ("torch_grouped", "bf16_shared"),
+    ],
+)
+def test_activation_by_blocks_simulated(backend: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a prompt, whatever the number of rows."""
+    from fastlayers.moe.fused_moe.triton import activation
+
+    monkeypatch.setattr(activation, "takes_blocks", lambda rows, has_bias: True)
+    monkeypatch.setattr(activation, "by_pairs", None)
+    library = fakes.define_sgl_kernel()
+    try:
+        with fakes.modules(deep_gemm=fakes.FakeDeepGemm()):
+            assert simulate(backend, case)
+    finally:
+        library._destroy()
+
+
+@interpreted
 @pytest.mark.parametrize(("tokens", "shared", "align"), [(1, 0, 1), (37, 2, 4), (700, 1, 64)])
 def test_rows_are_ordered_and_disjoint(tokens: int, shared: int, align: int) -> None:
     from fastlayers.moe.fused_moe.triton import permute

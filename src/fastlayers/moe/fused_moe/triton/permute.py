@@ -235,6 +235,8 @@ class Rows:
         Rows, N and K of both products for each expert.
     strides : int64 Tensor ``[3, E]`` or None
         D, 2I and I: the strides of all operands, once for each expert.
+    align : int
+        First rows are multiples of it; 1: an expert's rows follow those of the one before.
     """
 
     row_of: torch.Tensor
@@ -244,6 +246,7 @@ class Rows:
     token_of: torch.Tensor | None = None
     sizes: torch.Tensor | None = None
     strides: torch.Tensor | None = None
+    align: int = 1
 
     @property
     def total(self) -> int:
@@ -299,7 +302,7 @@ def place(
             ids, *outputs, tokens, total, hidden, inner, **static, MASKED=capacity is not None, TOKENS=step,
             num_warps=_warps(step * static["BLOCK_K"]),
         )  # fmt: skip
-    return Rows(row_of, groups, total, capacity is not None, token_of, problem, strides)
+    return Rows(row_of, groups, total, capacity is not None, token_of, problem, strides, align)
 
 
 def _place_chunks(
