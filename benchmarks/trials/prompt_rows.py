@@ -1,11 +1,14 @@
 """Try what moves rows around the grouped products of a prompt: ``python benchmarks/trials/prompt_rows.py --out FILE``.
 
     --check       every way on small sizes against the library's, interpreted on the CPU (TRITON_INTERPRET=1)
-    --compile     what each way takes when it is compiled for sm_90; needs no GPU
+    --compile     what each way of scattering takes when it is compiled for sm_90; needs no GPU
+    --op OP       only one of those below
 
-Of FP8 experts of 4,096 tokens: rows to the order of experts (``scatter``), the activation between the products
-(``activate``), and norms that write codes (``norm``). One JSON line a way, all of a point by turns: ``same`` says
-whether its outputs have the bits of the library's. What is predicted: ``benchmarks/notes/tp8_layer.md``.
+Of FP8 experts of 4,096 tokens: rows to the order of experts (``scatter``), and norms that write codes (``norm``). Of
+these and fewer tokens, of FP8 and of bf16 experts, the activation between the products (``activate``) by pairs and by
+blocks of rows: from how many tokens on are blocks ahead? One JSON line a way, all of a point by turns, first the
+library's: ``same`` says whether a way's outputs have its bits. What was predicted and came:
+``benchmarks/notes/tp8_layer.md``.
 """
 
 from __future__ import annotations
@@ -19,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 
 from fastlayers.integers import cdiv, next_power_of_2
+from fastlayers.moe.fused_moe.config import FusedMoEConfig
+from fastlayers.moe.fused_moe.triton import activation
 from fastlayers.moe.fused_moe.triton.permute import COLUMN_SCALES, WIDTH, Rows, empty_scales, place, scatter
 from fastlayers.moe.fused_moe.weights import EPS, GROUP
 from fastlayers.norm.rms_norm import coded
@@ -63,37 +67,6 @@ def ahead_kernel(
             tl.store(s_ptr + group * s_stride + row, scale, mask=group < groups)
 
 
-@triton.jit
-def rows_of_block(groups_ptr, start, ALL: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Return where the rows end of the expert that the row ``start`` belongs to: a block has rows of one alone."""
-    expert = tl.arange(0, BLOCK_E)
-    first = tl.load(groups_ptr + ALL + expert, mask=expert < ALL, other=0x7FFFFFFF)
-    end = tl.load(groups_ptr + 2 * ALL + expert, mask=expert < ALL, other=0)
-    return tl.max(tl.where(first <= start, end, 0), axis=0)
-
-
-@kernel
-def blocks_kernel(
-    h_ptr, groups_ptr, a_ptr, s_ptr, inner, groups, s_stride, eps,
-    ALL: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Apply silu(gate) * up to a group of ROWS neighbours, and quantise it."""
-    start, group = tl.program_id(0) * ROWS, tl.program_id(1)
-    end = rows_of_block(groups_ptr, start, ALL, BLOCK_E)
-    if start >= end:
-        return
-    row = start + tl.arange(0, ROWS)
-    column = group * WIDTH + tl.arange(0, WIDTH)
-    inside = (row < end)[:, None] & (column < inner)[None, :]
-    at = h_ptr + row.to(tl.int64)[:, None] * 2 * inner + column[None, :]
-    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(at + inner, mask=inside, other=0.0).to(tl.float32)
-    gate = gate * tl.sigmoid(gate)
-    codes, scale = quantize_tile(gate * up, eps, 448.0, False, False)
-    tl.store(a_ptr + row.to(tl.int64)[:, None] * inner + column[None, :], codes, mask=inside)
-    tl.store(s_ptr + group.to(tl.int64) * s_stride + row, scale, mask=row < end)
-
-
 @dataclass(frozen=True)
 class Experts:
     """Experts of a model: routed and shared ones, chosen of a token, sizes."""
@@ -118,8 +91,8 @@ SCATTERS = (
     (8, 4, True, False), (8, 4, False, True), (8, 4, True, True), (8, 2, True, True), (16, 4, True, True),
     (4, 2, True, True),
 )  # fmt: skip
-# Rows and warps of a program of activations.
-BLOCKS = (8, 2), (16, 4), (16, 2), (32, 4), (32, 8)
+# Tokens of activations, the most wanted first: around those from which the library takes blocks.
+ACTIVATED = TOKENS, 1024, 512, 2048, 256, 64
 # Columns of a row, those between rows, whether there is a sum, and warps; the first are the library's.
 NORMS = ((1536, 2112, False, (4, 1, 2)), (7168, 7168, True, (16, 8, 4)))
 
@@ -142,19 +115,6 @@ def by_rows(x: torch.Tensor, rows: Rows, model: Experts, way: tuple[int, int, bo
         PAIRS=model.pairs, AHEAD=ahead, NARROW=narrow, GROUPS=each, num_warps=warps,
     )  # fmt: skip
     return q, s
-
-
-def by_blocks(h: torch.Tensor, rows: Rows, model: Experts, way: tuple[int, int]) -> tuple[Any, Any]:
-    """Activate by :func:`blocks_kernel`."""
-    (each, warps), groups = way, cdiv(model.inner, GROUP)
-    a = h.new_empty(rows.total, model.inner, dtype=torch.float8_e4m3fn)
-    s, stride = empty_scales(rows, groups, COLUMN_SCALES)
-    every = rows.groups.shape[1]
-    blocks_kernel[(cdiv(rows.total, each), groups)](
-        h, rows.groups, a, s, model.inner, groups, stride, EPS,
-        ALL=every, BLOCK_E=next_power_of_2(every), ROWS=each, num_warps=warps,
-    )  # fmt: skip
-    return a, s
 
 
 def normed(
@@ -180,16 +140,35 @@ class Point:
     outputs: Callable[[Any], Outputs]
 
 
-def points(device: str, small: bool) -> Iterator[Point]:
-    """Yield what is tried, the most wanted first."""
-    from fastlayers.moe.fused_moe.config import FusedMoEConfig
-    from fastlayers.moe.fused_moe.triton.activation import activate
+def placed(model: Experts, tokens: int, device: str) -> tuple[torch.Tensor, Rows]:
+    """Return experts of so many tokens, and the rows of their pairs."""
+    scores = torch.rand(tokens, model.experts, device=device)
+    ids = scores.topk(model.top_k, dim=1).indices.int().contiguous()
+    return ids, place(ids, model.experts, model.shared, align=ALIGN)
 
+
+def activated(model: Experts, tokens: int, quant: str, device: str) -> Point:
+    """Return both ways of the activation, first the one that the library takes."""
+    ids, rows = placed(model, tokens, device)
+    h = torch.randn(rows.total, 2 * model.inner, device=device).bfloat16()
+    cfg = FusedMoEConfig(
+        hidden_size=model.hidden, intermediate_size=model.inner, num_experts=model.experts, top_k=model.top_k,
+        num_shared=model.shared, quant=quant,
+    )  # fmt: skip
+    ways = {
+        "pairs": partial(activation.by_pairs, h, ids, None, rows, cfg, COLUMN_SCALES),
+        "blocks": partial(activation.by_blocks, h, None, rows, cfg, COLUMN_SCALES),
+    }
+    taken = ("pairs", "blocks")[activation.takes_blocks(rows, has_bias=False)]
+    what = {"op": "activate", "model": model.name, "tokens": tokens, "quant": quant, "taken": taken}
+    return Point(what, {taken: ways[taken]} | ways, partial(used, rows))
+
+
+def points(device: str, small: bool) -> Iterator[Point]:
+    """Yield what is tried."""
     count = 17 if small else TOKENS
     for model in SMALL if small else MODELS:
-        scores = torch.rand(count, model.experts, device=device)
-        ids = scores.topk(model.top_k, dim=1).indices.int().contiguous()
-        rows = place(ids, model.experts, model.shared, align=ALIGN)
+        _, rows = placed(model, count, device)
         x = torch.randn(count, model.hidden, device=device).bfloat16()
         tried = {
             f"{each} x {warps}{', places first' * ahead}{', narrow' * narrow}":
@@ -199,14 +178,9 @@ def points(device: str, small: bool) -> Iterator[Point]:
         now = partial(scatter, x, rows, "fp8_block", False, COLUMN_SCALES)
         what = {"model": model.name, "tokens": count}
         yield Point({"op": "scatter", **what}, {"now": now, **tried}, partial(used, rows))
-        h = torch.randn(rows.total, 2 * model.inner, device=device).bfloat16()
-        cfg = FusedMoEConfig(
-            hidden_size=model.hidden, intermediate_size=model.inner, num_experts=model.experts, top_k=model.top_k,
-            num_shared=model.shared, quant="fp8_block",
-        )  # fmt: skip
-        blocks = {f"blocks of {way[0]} x {way[1]}": partial(by_blocks, h, rows, model, way) for way in BLOCKS}
-        acts = {"now": partial(activate, h, ids, None, rows, cfg, COLUMN_SCALES)} | blocks
-        yield Point({"op": "activate", **what}, acts, partial(used, rows))
+        for tokens in (count,) if small else ACTIVATED:
+            yield activated(model, tokens, "fp8_block", device)
+        yield activated(model, count, "none", device)
     for hidden, stride, summed, all_warps in NORMS[: 1 if small else None]:
         x = torch.randn(count, stride, device=device).bfloat16()[:, :hidden]
         residual = torch.randn(count, hidden, device=device).bfloat16() if summed else None
@@ -216,11 +190,11 @@ def points(device: str, small: bool) -> Iterator[Point]:
         yield Point(what, norms, lambda found: {"codes": found[0].view(torch.uint8), "scales": found[1]})
 
 
-def run(lines: Lines, device: str, small: bool, timed: bool) -> list[dict[str, Any]]:
-    """Check and time all ways; return the rows of those with other bits."""
+def run(lines: Lines, device: str, small: bool, timed: bool, only: str | None) -> list[dict[str, Any]]:
+    """Check and time all ways of all operations, or of one; return the rows of those with other bits."""
     clock, bad = clock_for(device), list[dict[str, Any]]()
     for point in points(device, small):
-        if lines.late(**point.what):
+        if only not in (None, point.what["op"]) or lines.late(**point.what):
             continue
         wanted, found, ready = dict[str, torch.Tensor](), list[dict[str, Any]](), {}
         for name, call in point.ways.items():
@@ -241,24 +215,16 @@ def run(lines: Lines, device: str, small: bool, timed: bool) -> list[dict[str, A
 
 
 def builds() -> Iterator[KernelBuild]:
-    """Yield how each way is compiled for DeepSeek-V3's sizes."""
-    sizes = dict.fromkeys(("x_stride", "width", "groups", "s_stride", "inner"), "i32")
+    """Yield how each way of scattering is compiled for DeepSeek-V3's sizes."""
+    sizes = dict.fromkeys(("x_stride", "width", "groups", "s_stride"), "i32")
     deepseek = MODELS[0]
     for each, warps, ahead, narrow in SCATTERS:
         signature = {"x_ptr": "*bf16", "row_ptr": "*i32", "q_ptr": "*fp8e4nv", "s_ptr": "*fp32", "eps": "fp32", **sizes}
         given = {"PAIRS": deepseek.pairs, "AHEAD": ahead, "NARROW": narrow, "GROUPS": each}
-        wanted = {name: kind for name, kind in signature.items() if name != "inner"}
         yield KernelBuild(
-            f"scatter {each} x {warps} {ahead} {narrow}", ahead_kernel, wanted, given, warps,
+            f"scatter {each} x {warps} {ahead} {narrow}", ahead_kernel, signature, given, warps,
             aligned=("x_stride", "width", "s_stride"),
         )  # fmt: skip
-    for each, warps in BLOCKS:
-        signature = {"h_ptr": "*bf16", "groups_ptr": "*i32", "a_ptr": "*fp8e4nv", "s_ptr": "*fp32", "inner": "i32"}
-        signature |= {"groups": "i32", "s_stride": "i32", "eps": "fp32"}
-        given = {"ALL": 257, "BLOCK_E": 512, "ROWS": each}
-        yield KernelBuild(
-            f"activate {each} x {warps}", blocks_kernel, signature, given, warps, aligned=("inner", "s_stride")
-        )
 
 
 def main() -> None:
@@ -266,6 +232,7 @@ def main() -> None:
     parser = arguments(__doc__, 60.0)
     parser.add_argument("--check", action="store_true", help="only bits, on small sizes and on the CPU")
     parser.add_argument("--compile", action="store_true", help="only what the ways take; needs no GPU")
+    parser.add_argument("--op", choices=("scatter", "activate", "norm"), help="only this")
     options = parser.parse_args()
     if options.compile:
         for report in map(compile_for, builds()):
@@ -274,7 +241,7 @@ def main() -> None:
     options.device = "cpu" if options.check else options.device
     torch.manual_seed(0)
     small = options.small or options.check
-    finish(run(Lines(options), options.device, small, not options.check))
+    finish(run(Lines(options), options.device, small, not options.check, options.op))
 
 
 if __name__ == "__main__":

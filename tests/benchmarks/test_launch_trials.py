@@ -143,14 +143,17 @@ def test_a_plain_launch_waits_and_lets_the_next_one_start(rotary: Any, monkeypat
 def test_ways_of_a_prompts_rows_have_the_librarys_bits(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, "prompt_rows.py", "--check")
     assert {row["op"] for row in rows} == {"scatter", "activate", "norm"} and all(row["same"] for row in rows)
-    assert sum(row["way"].startswith("blocks of") for row in rows) == 10
+    ways = [(row["quant"], row["way"]) for row in rows if row["op"] == "activate"]
+    assert ways == [(quant, way) for quant in ("fp8_block", "none") for way in ("pairs", "blocks")] * 2
 
 
 def test_rows_of_a_prompt_without_time_are_left_out(
     imported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = without_time(imported("prompt_rows"), tmp_path, monkeypatch, "--check")
-    assert [row["op"] for row in left] == ["scatter", "activate"] * 2 + ["norm"]
+    assert [row["op"] for row in left] == ["scatter", "activate", "activate"] * 2 + ["norm"]
+    left = without_time(imported("prompt_rows"), tmp_path, monkeypatch, "--check", "--op", "activate")
+    assert [row["op"] for row in left] == ["activate"] * 4
 
 
 @pytest.mark.slow
