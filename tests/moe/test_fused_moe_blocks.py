@@ -134,7 +134,7 @@ def test_no_pair_at_all() -> None:
 def test_a_prompt_takes_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation, "by_pairs", None)
     cfg = replace(FP8, num_experts=3, intermediate_size=128, num_shared=0)
-    given = problem(cfg, 2051, 64, COLUMN_SCALES)
+    given = problem(cfg, 4099, 64, COLUMN_SCALES)
     check_values(given, *activation.activate(given.h, given.ids, None, given.rows, cfg, COLUMN_SCALES))
 
 
@@ -145,23 +145,24 @@ def rows_of(tokens: int, experts: int, top_k: int, align: int = 128, masked: boo
 
 def test_who_takes_blocks() -> None:
     """Prompts whose experts begin with a block, or follow one another without a bias; never the masked layout."""
-    for experts, top_k, tokens in ((257, 9, 914), (128, 8, 512), (4, 2, 2048)):
-        assert activation.takes_blocks(rows_of(tokens, experts, top_k), True)
-        assert not activation.takes_blocks(rows_of(tokens - 1, experts, top_k), False)
-    taken = {(align, bias): activation.takes_blocks(rows_of(4096, 32, 4, align), bias)
+    for experts, top_k, tokens in ((257, 9, 1828), (128, 8, 1024), (4, 2, 4096)):
+        assert activation.takes_blocks(rows_of(tokens, experts, top_k), True, True)
+        assert not activation.takes_blocks(rows_of(tokens - 1, experts, top_k), False, True)
+        assert not activation.takes_blocks(rows_of(tokens, experts, top_k), True, False)
+    taken = {(align, bias): activation.takes_blocks(rows_of(4096, 32, 2, align), bias, True)
              for align in (1, 4, 16, 32, 64, 128) for bias in (False, True)}  # fmt: skip
     assert [each for each, takes in taken.items() if not takes] == [
         (1, True), (4, False), (4, True), (16, False), (16, True)
     ]  # fmt: skip
-    assert not activation.takes_blocks(rows_of(4096, 32, 4, masked=True), False)
+    assert not activation.takes_blocks(rows_of(4096, 32, 2, masked=True), False, True)
 
 
-@pytest.mark.parametrize("most", [900, 914, 1000, 5000, 8192])
+@pytest.mark.parametrize("most", [1800, 1828, 2000, 5000, 8192])
 def test_a_warm_up_meets_both_kernels(most: int) -> None:
     """What it runs has as many kernels as what it stands for."""
     counts = cover(most)
-    met = {activation.takes_blocks(rows_of(tokens, 257, 9), False) for tokens in counts}
-    assert met == {activation.takes_blocks(rows_of(tokens, 257, 9), False) for tokens in range(1, most + 1)}
+    met = {activation.takes_blocks(rows_of(tokens, 257, 9), False, True) for tokens in counts}
+    assert met == {activation.takes_blocks(rows_of(tokens, 257, 9), False, True) for tokens in range(1, most + 1)}
 
 
 MUTANTS = {

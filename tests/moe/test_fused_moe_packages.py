@@ -203,7 +203,7 @@ def test_activation_by_blocks_simulated(backend: str, case: str, monkeypatch: py
     """As of a prompt, whatever the number of rows."""
     from fastlayers.moe.fused_moe.triton import activation
 
-    monkeypatch.setattr(activation, "takes_blocks", lambda rows, has_bias: True)
+    monkeypatch.setattr(activation, "takes_blocks", lambda *_: True)
     monkeypatch.setattr(activation, "by_pairs", None)
     library = fakes.define_sgl_kernel()
     try:
