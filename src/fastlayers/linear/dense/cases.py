@@ -24,6 +24,7 @@ CASES = (
     _case("one_token", 1, 65, 48, torch.float16, bias=True),
     _case("split_k_bias", 2, 40, 1056, bias=True),
     _case("two_row_tiles", 70, 33, 40),
+    _case("whole_steps_bias", 9, 72, 1024, bias=True),
     _case("empty", 0, 64, 64, bias=True),
     _case("strided_input", 7, 48, 72, strided=True),
     _case("fp32_logits", 4, 100, 64, out_dtype=torch.float32, bias=True),

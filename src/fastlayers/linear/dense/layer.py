@@ -7,7 +7,7 @@ y[..., N] = x[..., K] · weight[N, K]ᵀ + bias[N]       (fp32 sum, rounded once
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 
 import torch
@@ -62,6 +62,14 @@ def _sgl_kernel_refuse(cfg: LinearConfig, device: Device) -> str | None:
     return None
 
 
+def _wgmma_refuse(cfg: LinearConfig, device: Device) -> str | None:
+    if cfg.dtype not in (torch.float16, torch.bfloat16):
+        return f"dtype {cfg.dtype} is not one of float16, bfloat16"
+    if device.capability not in (None, (9, 0)):
+        return f"needs sm_90, this is {device.sm}"
+    return f"{cfg.in_features} input features are no multiple of 64" if cfg.in_features % 64 else None
+
+
 _SGL_KERNEL_NEEDS = ("sgl_kernel", "torch.ops:sgl_kernel.dsv3_fused_a_gemm")
 _HERE = "fastlayers.linear.dense"
 LINEAR = Registry(
@@ -70,6 +78,7 @@ LINEAR = Registry(
         # On CUDA, torch means cuBLAS, which is the right choice for a plain GEMM; on one stream it repeats its bits.
         Backend("torch", f"{_HERE}.torch:TorchLinear", auto_on=("cpu", "cuda"), repeats_on=REPEATS),
         triton_backend(f"{_HERE}.triton:TritonLinear", _triton_refuse),
+        replace(triton_backend(f"{_HERE}.triton_wgmma:WgmmaLinear", _wgmma_refuse), name="wgmma"),
         Backend("sgl_kernel", f"{_HERE}.sgl_kernel:SglKernelLinear", _SGL_KERNEL_NEEDS, _sgl_kernel_refuse),
         reference_backend(f"{_HERE}.reference:ReferenceLinear"),
     ],
