@@ -159,7 +159,7 @@ def activated(model: Experts, tokens: int, quant: str, device: str) -> Point:
         "pairs": partial(activation.by_pairs, h, ids, None, rows, cfg, COLUMN_SCALES),
         "blocks": partial(activation.by_blocks, h, None, rows, cfg, COLUMN_SCALES),
     }
-    taken = ("pairs", "blocks")[activation.takes_blocks(rows, has_bias=False)]
+    taken = ("pairs", "blocks")[activation.takes_blocks(rows, has_bias=False, quantised=quant == "fp8_block")]
     what = {"op": "activate", "model": model.name, "tokens": tokens, "quant": quant, "taken": taken}
     return Point(what, {taken: ways[taken]} | ways, partial(used, rows))
 

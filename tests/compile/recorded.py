@@ -32,6 +32,7 @@ from fastlayers.comm import triton_exchange, triton_push, triton_tokens
 from fastlayers.linear.bmm.layer import BmmConfig
 from fastlayers.linear.dense.layer import LinearConfig
 from fastlayers.linear.dense.triton_bf12 import linear_bf12
+from fastlayers.linear.dense.triton_wgmma import candidates as wgmma_candidates
 from fastlayers.linear.fp8_block.layer import FP8LinearConfig
 from fastlayers.linear.fp8_scaled.layer import FP8ScaledLinearConfig
 from fastlayers.linear.int8.layer import Int8LinearConfig
@@ -354,6 +355,21 @@ def _bf12(recorder: Recorder) -> None:
                 linear_bf12(_empty(1, k, dtype=BF16), _bf12_weights(n, k, outliers), bias, out_dtype)
 
 
+def _wgmma(recorder: Recorder) -> None:
+    """Record what few rows launch where their products are by ``wgmma``: all plans, whole turns of the ring and not."""
+    for n, k, rows, dtype, out_dtype in (
+        (6144, 4096, 32, BF16, BF16), (4096, 12288, 8, BF16, BF16), (5120, 2880, 33, BF16, BF16),
+        (151936, 2048, 16, BF16, FP32), (4096, 4096, 64, FP16, FP16), (200, 512, 2, BF16, BF16),
+    ):  # fmt: skip
+        cfg = LinearConfig(k, n, False, dtype, out_dtype)
+        for plan in wgmma_candidates(cfg, rows):
+            for bias in (None, _empty(n, dtype=dtype)):
+                recorder.label = f"linear-wgmma-{n}x{k}-{rows}-{TYPES[out_dtype]}{'' if bias is None else '-bias'}"
+                registry("linear").named("wgmma").load()(cfg, plan)(
+                    _empty(rows, k, dtype=dtype), _empty(n, k, dtype=dtype), bias
+                )  # fmt: skip
+
+
 def _attention(recorder: Recorder) -> None:
     """Record captured extends, and queries that a package takes in e4m3."""
     for name, bucket in (("qwen3_8b_prefill", ExtendBucket(2048, 8)), ("gpt_oss_prefill", ExtendBucket(512, 4))):
@@ -518,6 +534,7 @@ def builds() -> list[KernelBuild]:
             router_logits(x, weight, _empty(experts, dtype=BF16), False)
         _rows(recorder)
         _bf12(recorder)
+        _wgmma(recorder)
         _attention(recorder)
         _ranks(recorder)
         _patched(recorder)

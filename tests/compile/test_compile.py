@@ -21,6 +21,8 @@ from fastlayers.attention.mla import gluon_columns as mla_columns
 from fastlayers.attention.mla import triton_reduce as mla_reduce
 from fastlayers.attention.mla import wgmma as mla_wgmma
 from fastlayers.device import Device
+from fastlayers.linear.dense import triton_wgmma as linear_wgmma
+from fastlayers.linear.dense.layer import LinearConfig
 from fastlayers.moe.fused_moe.triton.mxfp4 import plans as mxfp4_plans
 from fastlayers.moe.fused_moe.triton.mxfp4 import wgmma as mxfp4_wgmma
 from fastlayers.registry import LAYERS, registry
@@ -190,6 +192,7 @@ def needs_sm_90(build: KernelBuild) -> bool:
 def needs_wgmma(build: KernelBuild) -> bool:
     """Return whether a launch multiplies by ``wgmma``, which sm_90 alone has; its plan or row says so elsewhere."""
     return build.kernel.__module__ in (
+        linear_wgmma.__name__,
         mxfp4_wgmma.__name__,
         mla_gluon.__name__,
         mla_wgmma.__name__,
@@ -199,6 +202,7 @@ def needs_wgmma(build: KernelBuild) -> bool:
 
 # Which rows make those launches that no case of a layer names.
 OTHERS = {
+    r"linear-wgmma-.*": ("linear", "wgmma"),
     r"gqa-(?P<case>\w+)-tree-\d": ("gqa", "triton"),
     r"mla-(?P<case>\w+)-tree-\d+": ("mla", "triton"),
     r"mla-(?P<case>\w+)-heads-.*": ("mla", "gluon"),
@@ -222,6 +226,7 @@ def configurations() -> dict[str, tuple[str, str, Any]]:
     known |= {label: cfg for label, (_, _, cfg) in found.items()}
     usual = {
         ("mla", "flashmla"): replace(known["mla-deepseek_tp8_decode"], kv_dtype=torch.float8_e4m3fn, fp8_math=True),
+        ("linear", "wgmma"): LinearConfig(4096, 6144),
         ("fused_moe", "triton_swizzled"): GPT_OSS,
         ("fused_moe", "triton"): replace(QWEN3_EXPERTS, quant="w4a16", group_size=128, zero_point=True),
         ("fp8_linear", "triton"): spec_of("fp8_linear").cases[0].cfg,
@@ -246,9 +251,9 @@ def test_what_a_card_cannot_compile_is_refused_there_in_words(capability: int) -
         layer, name, cfg = configurations()[build.name.removeprefix(f"{build.kernel.__name__}-")]
         assert f"this is sm_{capability}" in (registry(layer).named(name).refusal(cfg, card) or ""), build.name
         layers.add(layer)
-    wanted = {"fused_moe", "mla"} if capability == 89 else {
-        "silu_mul_quant", "group_quant", "mxfp8_quant", "nvfp4_quant", "fp8_linear", "fp8_scaled_linear", "bmm", "mla",
-        "gqa", "fused_moe", "kv_write", "mla_kv_write", "rotary_kv_write",
+    wanted = {"fused_moe", "linear", "mla"} if capability == 89 else {
+        "silu_mul_quant", "group_quant", "mxfp8_quant", "nvfp4_quant", "linear", "fp8_linear", "fp8_scaled_linear",
+        "bmm", "mla", "gqa", "fused_moe", "kv_write", "mla_kv_write", "rotary_kv_write",
     }  # fmt: skip
     assert layers == wanted
 
@@ -265,6 +270,10 @@ def test_compiles_for_other_cards(build: KernelBuild, capability: int) -> None:
             assert registry("mla").named("wgmma").refusal(cfg, card) == f"needs sm_90, this is sm_{capability}"
             cfg = spec_of("mla").case("deepseek_e4m3").cfg
             assert registry("mla").named("gluon").refusal(cfg, card) == f"needs sm_90, this is sm_{capability}"
+            return
+        if ".linear." in build.kernel.__module__:
+            refused = registry("linear").named("wgmma").refusal(LinearConfig(4096, 6144), card)
+            assert refused == f"needs sm_90, this is sm_{capability}"
             return
         why = mxfp4_plans.no_wgmma(GPT_OSS.hidden_size, GPT_OSS.intermediate_size, card)
         assert why == f"wgmma needs sm_90, which alone has it; this is sm_{capability}"
