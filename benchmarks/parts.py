@@ -454,6 +454,7 @@ PARTS = tuple(sorted((*_single(), *_served(), *_suites(), *_ranks(), *_layers(),
 HISTORY = {
     "bf12_trials_h200.jsonl": "products with weights of 12 bits in whole steps; benchmarks/notes/bf12.md",
     "prompt_rows_h200.jsonl": "rows around grouped products of a prompt; benchmarks/notes/tp8_layer.md",
+    "bf12_rows_h200.txt": "products of 32 rows with weights of 12 bits by wgmma; benchmarks/notes/bf12.md",
     "prompt_activate_h200.jsonl": "activations by blocks of rows and by pairs; benchmarks/notes/tp8_layer.md",
     "mxfp4_rows_h200.jsonl": "experiments with MXFP4 experts; benchmarks/notes/fused_moe_triton.md",
     "mxfp4_trial_h200.jsonl": "candidates for MXFP4 experts by wgmma; benchmarks/notes/fused_moe_triton.md",
