@@ -12,15 +12,16 @@ logits' errors, and variances of independent errors add:
 
     bound = MARGIN · ( Σ over the format's roundings  KL(stock with this one)  +  FLOOR · KL(stock in bf16) )
 
-That is the mean's. The 99th percentile of n contexts is their k-th largest number, k = n / 100, and two sound ways of
-rounding draw it anew: where few are that large, one draw's is far from the other's. Between two draws of one
-distribution the larger numbers come from either with a chance of one half, so fewer than r of the first lie above the
-second's k-th largest with
+with ``+ Z · sqrt(Σ 2 s² / n)`` for the mean: s² is the variance of a rounding's KL over its n contexts, and the means
+of two draws are further apart about once in a hundred. The 99th percentile is the k-th largest number of n, and two
+sound ways of rounding draw it anew: where few are that large, one draw's is far from the other's. Between two draws of
+one distribution the larger numbers come from either with a chance of one half, so fewer than r of the first lie above
+the second's k-th largest with
 
     P(r) = Σ over j < r of  C(k + j - 1, j) / 2^(k + j)
 
 and the bound of the 99th percentile takes stock's r-th largest for its KL, r the greatest with P(r) ≤ 1 %
-(``extreme_rank``): 6 for k = 17. Below 700 contexts no r is, and the largest counts.
+(``extreme_rank``): 6 for k = 17. Of some 600 contexts and less the largest counts, and the chance is greater.
 
 =============  ========================================================================================
 rounding       what stock transformers is told
@@ -47,7 +48,7 @@ import tempfile
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
-from math import ceil, comb
+from math import ceil, comb, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,9 @@ from fastlayers_server.variants import Rounding
 
 MARGIN = 1.25
 FLOOR = 16 * 2.0**-30
-PERCENTILE, CHANCE = 0.99, 0.01
+# A chance, and how many standard deviations it is.
+CHANCE, Z = 0.01, 2.33
+PERCENTILE = 0.99
 E4M3, GROUP = torch.float8_e4m3fn, 128
 E4M3_MAX, E4M3_SMALLEST = 448.0, 1e-10
 
@@ -76,18 +79,20 @@ Logits = Callable[[Sequence[int]], torch.Tensor]
 class Divergence:
     """KL from fp32 in nats, over the contexts: its mean, its 99th percentile, how often the best token agrees.
 
-    ``extreme``: what the 99th percentile of another draw stays below, but for one in a hundred.
+    ``extreme``: what the 99th percentile of another draw stays below, but for one in a hundred where some hundred
+    contexts are there. ``apart``: the standard deviation of the difference between the means of two draws.
     """
 
     mean: float
     p99: float
     top1: float
     extreme: float
+    apart: float
 
 
 @cache
 def extreme_rank(k: int) -> int:
-    """Return which of a draw's largest numbers the k-th largest of another draw exceeds once in a hundred at most."""
+    """Return which of a draw's largest numbers another's k-th largest exceeds once in a hundred; k < 7: the first."""
     rank, chance = 0, 0.0
     while (chance := chance + comb(k + rank - 1, rank) / 2 ** (k + rank)) <= CHANCE:
         rank += 1
@@ -107,7 +112,8 @@ def divergence(reference: Sequence[torch.Tensor], logits: Logits, texts: Sequenc
     kl = torch.cat(found)
     k = len(kl) - ceil(PERCENTILE * (len(kl) - 1))  # the percentile lies between this one and the next smaller
     extreme = kl.topk(min(extreme_rank(k), len(kl))).values[-1]
-    return Divergence(float(kl.mean()), float(kl.quantile(PERCENTILE)), agree / len(kl), float(extreme))
+    apart = float(kl.var(correction=0).mul(2 / len(kl)).sqrt())
+    return Divergence(float(kl.mean()), float(kl.quantile(PERCENTILE)), agree / len(kl), float(extreme), apart)
 
 
 class Yardstick:
@@ -155,8 +161,9 @@ class Yardstick:
         """Return what a variant with these roundings may reach: of the mean, and of the 99th percentile."""
         bf16, parts = self.with_rounding("bf16"), [self.with_rounding(each) for each in roundings]
         mean = sum(part.mean for part in parts) + FLOOR * bf16.mean
+        apart = sqrt(sum(part.apart**2 for part in parts) + (FLOOR * bf16.apart) ** 2)
         p99 = sum(part.extreme for part in parts) + FLOOR * bf16.extreme
-        return MARGIN * mean, MARGIN * p99
+        return MARGIN * mean + Z * apart, MARGIN * p99
 
     def _rounded(self, rounding: Rounding) -> _Stock:
         if rounding == "bf16":

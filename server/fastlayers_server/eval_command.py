@@ -56,7 +56,7 @@ def register(
             ),
         ] = True,
         check: Annotated[
-            bool, typer.Option("--check", help="Exit with 1 where a divergence is beyond its bound.")
+            bool, typer.Option("--check", help="Exit with 1 where a divergence is beyond its bound, or none has one.")
         ] = False,
         device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; default: a GPU if there is one.")] = "",
         result: Annotated[
@@ -105,10 +105,13 @@ def register(
         for score in scores:
             if score.kl_mean is not None and score.within is None and VARIANTS[score.variant].roundings is not None:
                 err.print(f"{score.variant}: not judged, no bound counts what the checkpoint's format rounds")
+        unjudged = check and all(score.within is None for score in scores)
+        if unjudged:
+            err.print("error: --check: no variant was judged, so nothing was checked", highlight=False)
         beyond = [score for score in scores if score.within is False]
         for score in beyond:
             err.print(f"{'error: ' if check else ''}{score.variant}: {_beyond(score)}", highlight=False)
-        raise typer.Exit(1 if failed or (check and beyond) else 0)
+        raise typer.Exit(1 if failed or unjudged or (check and beyond) else 0)
 
 
 def _beyond(score: Score) -> str:

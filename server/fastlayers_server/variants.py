@@ -210,11 +210,11 @@ VARIANTS = {
 
 
 def named_variants(names: Sequence[str]) -> list[Variant]:
-    """Return the variants of these names, or raise :class:`UnknownNameError` with the known ones."""
+    """Return the variants of these names, each once; raise :class:`UnknownNameError` with the known ones."""
     for name in names:
         if name not in VARIANTS:
             raise UnknownNameError(f"variant {name!r} is unknown; known: {', '.join(VARIANTS)}")
-    return [VARIANTS[name] for name in names]
+    return [VARIANTS[name] for name in dict.fromkeys(names)]
 
 
 def _cut(ids: list[int], eos: set[int]) -> list[int]:

@@ -31,7 +31,7 @@ PATHS = {
 }
 Weights = dict[str, torch.Tensor]
 Edit = Callable[[Weights], None]
-TEXTS = 8
+TEXTS = 32
 
 
 @cache
@@ -159,12 +159,12 @@ def test_a_cache_scale_two_percent_off_breaks_the_bound(family: str, factor: flo
 
 
 def test_the_bound_is_the_sum_of_its_roundings(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"bf16": Divergence(1.0, 7.0, 1.0, 10.0), "fp8-kv": Divergence(2.0, 8.0, 1.0, 30.0)}
+    found = {"bf16": Divergence(1.0, 7.0, 1.0, 10.0, 3.0), "fp8-kv": Divergence(2.0, 8.0, 1.0, 30.0, 4.0)}
     stick = yardstick("gpt_oss")
     monkeypatch.setattr(stick, "with_rounding", lambda name: found[name])
     monkeypatch.setattr(divergence, "FLOOR", 0.5)
-    assert stick.bound(("bf16", "fp8-kv")) == pytest.approx((1.25 * 3.5, 1.25 * 45))
-    assert stick.bound(()) == pytest.approx((1.25 * 0.5, 1.25 * 5))
+    assert stick.bound(("bf16", "fp8-kv")) == pytest.approx((1.25 * 3.5 + 2.33 * 27.25**0.5, 1.25 * 45))
+    assert stick.bound(()) == pytest.approx((1.25 * 0.5 + 2.33 * 1.5, 1.25 * 5))
 
 
 def test_divergence_is_that_of_its_definition() -> None:
@@ -173,6 +173,13 @@ def test_divergence_is_that_of_its_definition() -> None:
     first = 0.5 * torch.tensor(2.0).log().item() - 0.25 * torch.tensor(2.0).log().item()
     assert found.mean == pytest.approx(first / 2) and found.p99 == pytest.approx(0.99 * first)
     assert found.top1 == 0.5 and found.extreme == pytest.approx(first)
+    assert found.apart == pytest.approx(first / 2)  # the two lie half of it from their mean, and there are two of them
+
+
+def test_the_means_of_two_draws_are_further_apart_once_in_a_hundred() -> None:
+    draws = torch.rand(2, 4000, 400, generator=torch.Generator().manual_seed(0), dtype=torch.float64).log().neg()
+    beyond = draws[1].mean(-1) > draws[0].mean(-1) + divergence.Z * (draws[0].var(-1) * 2 / draws.shape[-1]).sqrt()
+    assert 0.003 < float(beyond.double().mean()) < 0.02
 
 
 def test_a_context_that_texts_share_counts_once() -> None:

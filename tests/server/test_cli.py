@@ -299,6 +299,14 @@ def test_eval_can_fail_where_a_bound_is_broken(monkeypatch: pytest.MonkeyPatch) 
         assert seen.exit_code == code and "its format accounts for" in " ".join(seen.stderr.split())
 
 
+def test_eval_that_judged_nothing_has_checked_nothing() -> None:
+    few = ("--limit", "1", "--stories", "1", "--hard", "0", "--device", "cpu", "--variants", "hf,hf")
+    for options, code in (((), 0), (("--check",), 1)):
+        seen = run("eval", "tiny", *few, *options)
+        assert seen.exit_code == code and ("no variant was judged" in seen.stderr) == bool(options)
+        assert seen.stdout.count("Hugging Face, bf16") == 1
+
+
 def test_eval_says_why_a_variant_does_not_apply_and_runs_the_others() -> None:
     few = ("--limit", "2", "--stories", "1", "--hard", "0", "--json", "--device", "cpu")
     seen = run("eval", GPT_OSS, "--variants", "all", *few)
