@@ -273,6 +273,9 @@ def _layers() -> Iterator[Part]:
         command = f"benchmarks/generate.py {model} --bf12 --repeats 2 --max-batch 1 --out {{out}}"
         file = "generate_bf12_h200.jsonl"
         yield Part(f"generate_bf12.{model}", command, file, 45, "16: rows 2, 3", environment=PLAIN)
+    for model in MODELS:
+        command, file = f"benchmarks/generate.py {model} --repeats 2 --out {{out}}", "generate_wgmma_h200.jsonl"
+        yield Part(f"generate_wgmma.{model}", command, file, 17, "16: rows 1-3", environment=PLAIN)
     command = "benchmarks/patch_gpu.py --model qwen3_8b qwen3_30b --variants graph overlap bf12 --json {out}"
     yield Part("patch_bf12", command, "patch_bf12_h200.jsonl", 110, "16: row 9", environment=PLAIN)
     # What packages compile when it is first called takes most of the one; the other compiles Triton's kernels alone.

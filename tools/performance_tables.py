@@ -313,14 +313,14 @@ def since() -> str:
             now = f"overlapping steps {ms['overlap']:.2f}, and with `bf12` {ms['bf12']:.2f} ms"
             what = f"{row['model']}, patched, captured steps, batch {row['batch']}"
             lines.append(f"| {what} | {ms['graph']:.2f} ms | {now} | {_by(row)} |")
-    head: Row = {}
-    for row in lines_of("../generate_bf12_h200"):
-        head = row if "command" in row else head
-        if "tpot_ms" in row:
-            what = f"{row['model']}, generate, batch {row['batch']}, `bf12`"
-            lines.append(
-                f"| {what} | {generated(row['model'], row['batch'])} | {row['tpot_ms']:.2f} ms | {_by(head)} |"
-            )
+    for file, how in (("generate_bf12_h200", ", `bf12`"), ("generate_wgmma_h200", "")):
+        head: Row = {}
+        for row in lines_of(f"../{file}"):
+            head = row if "command" in row else head
+            if "tpot_ms" in row:
+                what = f"{row['model']}, generate, batch {row['batch']}{how}"
+                before = generated(row["model"], row["batch"])
+                lines.append(f"| {what} | {before} | {row['tpot_ms']:.2f} ms | {_by(head)} |")
     rows = lines_of("../prefix_first_token_h200")
     ways = {row["way"]: row for row in rows if "way" in row}
     if len(ways) == 3:
