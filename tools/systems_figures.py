@@ -435,6 +435,36 @@ def capture() -> Found:
     return Said(text, f"slower frozen: {plain[0]:.2f} s against {plain[1]:.2f}" if slower else "")
 
 
+def compiled() -> Found:
+    """Item 55: steps and their capture, compiled in each way, against none."""
+    rows = [row for row in read("torch_compile_h200.jsonl") if "tpot_ms" in row]
+    plain = {row["batch"]: row for row in rows if row["torch_compile"] is None}
+    ways = [row for row in rows if row["torch_compile"] is not None and row["batch"] in plain]
+    if not ways:
+        return None
+    said = []
+    for name in dict.fromkeys(row["torch_compile"] for row in ways):
+        mine = [row for row in ways if row["torch_compile"] == name]
+        steps = ", ".join(f"{row['tpot_ms'] / plain[row['batch']]['tpot_ms']:.3f} × at {row['batch']}" for row in mine)
+        captured, usual = mine[0]["capture_s"], plain[mine[0]["batch"]]["capture_s"]
+        said.append(f"`{name}` {steps}, captured in {captured:.0f} s, not {usual:.0f}")
+    slower = [row for row in ways if row["tpot_ms"] > NEVER_SLOWER * plain[row["batch"]]["tpot_ms"]]
+    text = f"{ways[0]['model']}, a step's time: {'; '.join(said)}"
+    return Said(text, f"slower in {len(slower)} of {len(ways)} cases" if slower else "")
+
+
+def in_turns() -> Found:
+    """Item 60: a step in halves against whole ones, on two GPUs."""
+    rows = {row["overlap"]: row for row in read("two_gpus_overlap_h200.jsonl") if row.get("what") == "decode_groups"}
+    if not {"off", "two_batch"} <= rows.keys():
+        return None
+    off, halves = rows["off"], rows["two_batch"]
+    same = "the same" if halves["same_tokens_as_first"] else "other"
+    text = f"{halves['requests']} requests: {halves['tpot_ms']:.2f} ms a step in halves, {off['tpot_ms']:.2f} whole"
+    slower = "slower in halves on two GPUs, so off by default; a server's steps have no halves"
+    return Said(f"{text}; {same} tokens", slower if halves["tpot_ms"] > off["tpot_ms"] else "")
+
+
 def drafts() -> Found:
     """Item 61: the NextN layer, captured: but for a tick in ten, as where a prompt comes."""
     found = [row for row in read("drafts_h200.jsonl") if row.get("way", "").startswith("mtp")]

@@ -12,6 +12,7 @@ from systems_figures import (
     _taken,
     capacity,
     capture,
+    compiled,
     crossover,
     deepseek,
     drafts,
@@ -21,6 +22,7 @@ from systems_figures import (
     fp8_cache,
     gated,
     groups,
+    in_turns,
     narrow_rows,
     nvfp4,
     pages,
@@ -48,6 +50,7 @@ class Figure:
     find: Callable[[], Found]
 
 
+CHOSEN = "off by default (`torch_compile=None`): who asks for it reads here what it does"
 BEHIND = "`auto` takes sgl_kernel's product where that is installed; without it, ours is what there is"
 UNUSED = "latent attention has `torch.bmm` for bf16 and this layer for codes; who asks it for bf16 may name `torch`"
 FIGURES = (
@@ -109,6 +112,9 @@ FIGURES = (
     Figure(50, "rows in FP8 between ranks", "two_gpus_exchange_h200.jsonl#gather_fp8_us", narrow_rows),
     Figure(53, "attention groups beside ranks", "two_gpus_slice_h200.jsonl#decode_groups", groups),
     Figure(54, "captured steps", "ablation_h200.jsonl#captured steps", lambda: switched("captured steps")),
+    Figure(55, "small operators compiled", "torch_compile_h200.jsonl#torch_compile",
+           lambda: _lost(compiled(), CHOSEN)),
+    Figure(60, "two batches in turns", "two_gpus_overlap_h200.jsonl#two_batch", in_turns),
     Figure(58, "a chain of 10,000 dependent launches", "gpu_suite.json#passed", suite),
     Figure(56, "capture of all buckets", "performance/capture.jsonl#frozen", capture),
     Figure(61, "drafts of the NextN layer, captured", "drafts_h200.jsonl#mtp", drafts),

@@ -18,7 +18,7 @@ from fastlayers_models.loading import check_config
 DEQUANTISED = "bf16"
 # How many modules of a reason the text shows before it counts the rest.
 SHOWN = 4
-OURS = "for fastlayers_models only: stock transformers loads it, but as other weights"
+OURS = "for fastlayers_models only: stock transformers refuses it, or loads it as other weights"
 
 
 def run_convert(source: Path, target: Path, format: str, include_ragged: bool, console: Any) -> dict[str, Any]:

@@ -366,7 +366,7 @@ def test_broken_files_of_a_checkpoint_are_named(file: str, command: tuple[str, .
 
 
 def test_convert_says_whom_a_checkpoint_is_for(tmp_path: Path) -> None:
-    words = "for fastlayers_models only: stock transformers loads it, but as other weights"
+    words = "for fastlayers_models only: stock transformers refuses it, or loads it as other weights"
     for number, (options, shown) in enumerate(((["--format", "int8"], True), (["--ragged"], True), ([], False))):
         seen = run("convert", "tiny", str(tmp_path / str(number)), *options)
         assert seen.exit_code == 0 and (words in " ".join(seen.stdout.split())) == shown, options

@@ -29,7 +29,7 @@ _STORED = {
     "int8": "int8 with one fp32 scale per output channel (`weight_scale`)",
 }
 _BOTH = "stock transformers and `fastlayers_models`"
-_OURS = "`fastlayers_models` only; stock transformers loads it, but as other weights"
+_OURS = "`fastlayers_models` only; stock transformers refuses it, or loads it as other weights"
 
 
 def quantised_readme(

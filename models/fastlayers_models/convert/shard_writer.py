@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from fastlayers.checkpoint_files import INDEX, NAMED, SINGLE
-from fastlayers.errors import ArgumentError, check_path
+from fastlayers.errors import ArgumentError, FastlayersError, check_path
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.convert.readme import ORIGINAL, originals_readme
 from fastlayers_models.find import UNFINISHED
@@ -107,7 +107,11 @@ class ShardWriter:
                 lock.write(f"{os.getpid()}\n")
                 lock.flush()
                 self._finished = {n: e for n, e in self._noted().items() if _complete(self.target / n, e)}
-                yield
+                try:
+                    yield
+                except FastlayersError:  # about the source: another run would end like this one
+                    self._take_back()
+                    raise
             finally:
                 file.unlink(missing_ok=True)
 
@@ -200,6 +204,13 @@ class ShardWriter:
         said = {key: value for key, value in config.items() if key != NAMED}
         _write_atomically(self.target / "config.json", json.dumps(said, indent=2) + "\n")
         (self.target / UNFINISHED).unlink()
+
+    def _take_back(self) -> None:
+        """Remove what was written, so that the target is as it was before."""
+        for place in self._finished:
+            (self.target / place).unlink(missing_ok=True)
+        (self.target / UNFINISHED).unlink(missing_ok=True)
+        self._finished = {}
 
     def _save_state(self) -> None:
         _write_atomically(self.target / UNFINISHED, json.dumps(self._identity | {"finished": self._finished}))
