@@ -52,7 +52,7 @@ def never_slower(part: str) -> str:
     shape = measured[worst][0]
     place = f"{shape['layer']}, {shape['model']}, T={shape['tokens']}"
     median = statistics.median(found.values())
-    whose = f"{own} by our kernels, {len(found) - own} by a package's"
+    whose = f"{own} by our kernels, {len(found) - own} by a package's or torch's"
     told = f"{good} of {len(found)} points; median {median:.2f} ×, worst {found[worst]:.2f} × ({place}); {whose}"
     lost = Counter((rows[0]["layer"], name) for rows in measured.values() for name in rows[0].get("failed", {}))
     return told + "".join(f"; {name} failed at {count} of {layer}" for (layer, name), count in sorted(lost.items()))

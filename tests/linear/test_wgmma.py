@@ -270,7 +270,7 @@ def test_bits_are_its_twins_on_a_gpu(n: int, k: int, dtype: torch.dtype) -> None
         plans = candidates(cfg, min(rows, MAX_ROWS))
         for config in (None, *plans[1 :: max(1, len(plans) // 3)]):
             made = WgmmaLinear(cfg, config)
-            y, numbers = made(x, weight, bias), twin(rows, plan_for(rows, n, k, made.plan))
+            y, numbers = made(x, weight, bias), twin(rows, plan_for(rows, n, k, tuple(made.plan)))
             assert torch.equal(y, TritonLinear(cfg, dict(zip(PARAMETERS, numbers, strict=True)))(x, weight, bias))
             assert float((y.double() - exact).abs().max() / exact.abs().max()) < 2.0**-8
     # Rows that begin between copies: of x copied, of the weight its twin's.

@@ -14,7 +14,7 @@ Triton's interpreter, which knows no Gluon.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -214,12 +214,13 @@ def _linear_wgmma(
     if not len(x):
         return x.new_empty(0, len(weight), dtype=out_dtype)
     n, k = weight.shape
-    chosen = plan_for(len(x), n, k, plan)
+    chosen = plan_for(len(x), n, k, tuple(plan))
     if INTERPRET or not _aligned(weight):
         return triton_linear(x, weight, bias, out_dtype, twin(len(x), chosen))
     x = x if _aligned(x) else x.clone(memory_format=torch.contiguous_format)
-    parts = [_of_few(part, weight, bias, out_dtype, chosen) for part in x.split(MAX_ROWS)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if len(x) <= MAX_ROWS:
+        return _of_few(x, weight, bias, out_dtype, chosen)
+    return torch.cat([_of_few(part, weight, bias, out_dtype, chosen) for part in x.split(MAX_ROWS)])
 
 
 def _of_few(
@@ -232,7 +233,8 @@ def _of_few(
     return y if add_splits is None else add_splits(y, addend)
 
 
-def plan_for(rows: int, n: int, k: int, plan: Sequence[int]) -> Plan:
+@lru_cache(maxsize=4096)
+def plan_for(rows: int, n: int, k: int, plan: tuple[int, ...]) -> Plan:
     """Return the plan of a table if it is one for so many rows, else the rule's; an empty one: there is none."""
     given = Plan(*plan) if plan else rule(n, k)
     return given if given.fits(rows, k) else rule(n, k)
