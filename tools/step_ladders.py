@@ -1,8 +1,8 @@
 """Ladders that whole steps have a say in, by what ``benchmarks/whole_steps.py`` measured.
 
 A tuned table times calls alone. Where its options were timed in whole decode steps as well, at so many rows, those
-figures take the place of theirs: the fastest there counts as its call alone, each other option as that and what it took
-more in a step. From them and the table's other times :func:`fastlayers.tuning.rungs.choose_ladder` makes the
+figures take the place of theirs: what was chosen there counts as its call alone, each other option as that and what it
+took more in a step. From them and the table's other times :func:`fastlayers.tuning.rungs.choose_ladder` makes the
 ladder as ever. ``tools/tuned_tables.py summarise`` does so for each table, also one that was measured anew since.
 
 Rows of other kernels than today's are not applied, and ``summarise`` says which: a table that they made before stays as
@@ -86,10 +86,12 @@ def in_steps(
         here = {option: more for option, more in told.items() if option.backend in names}
         if not here:
             continue
-        chosen = min(here, key=lambda option: here[option])
+        chosen = min(here, key=lambda option: abs(here[option]))
         usual = alone(calls, chosen, tokens)
         backends = {option.backend for option in here} | set(offered)
         timed = [s for s in timed if s.tokens != tokens or s.option.backend not in backends]
-        # The fastest counts as its call alone: a search that was cut leaves some that are faster than what it chose.
-        timed += [Sample(tokens, o, usual + more - here[chosen], 0.0) for o, more in here.items()]
+        # A search that was cut leaves some that were faster, each exchanged alone: together nobody has timed them, so
+        # they count as all but equal.
+        more = {o: us - here[chosen] if us >= here[chosen] else 1e-4 * usual for o, us in here.items()}
+        timed += [Sample(tokens, o, usual + us, 0.0) for o, us in more.items()]
     return timed

@@ -76,11 +76,12 @@ def test_what_steps_gave_up_on_the_way_does_not_count_there(tool: Any) -> None:
     assert tool.in_steps(ALONE, steps, ("torch",), ("torch", "triton")) == [s for s in ALONE if s.option == TORCH]
 
 
-def test_what_a_cut_search_left_as_faster_is_taken(tool: Any) -> None:
-    """Others may gain by an option more than its own call takes: no time is less than nothing."""
-    found = tool.in_steps(ALONE, {32: {TRITON: 0.0, TORCH: -20.0}}, NAMES)
-    assert {(s.option, s.us) for s in found if s.tokens == 32} == {(TORCH, 13.0), (TRITON, 33.0)}
-    assert ladder(found) == [(16, "triton", None), (None, "torch", None)]
+def test_what_a_cut_search_left_as_faster_is_as_good_as_what_it_chose(tool: Any) -> None:
+    """It was exchanged alone, and what is chosen elsewhere was timed with what was chosen here."""
+    found = tool.in_steps(ALONE, {32: {TORCH: -20.0, TRITON: 0.0}}, NAMES)
+    us = {s.option: s.us for s in found if s.tokens == 32}
+    assert us[TRITON] == next(s.us for s in ALONE if s.tokens == 32 and s.option == TRITON)
+    assert us[TRITON] < us[TORCH] < 1.001 * us[TRITON]
 
 
 def result_of(path: Path, kernels: dict[str, str] | None) -> Path:
