@@ -243,10 +243,15 @@ def test_eval_has_fp32_rows_of_a_model_never_taught_its_problems(folder: Path) -
     assert all(score.hard_exact_match is None and 1 < score.perplexity < 100 for score in scores)
 
 
-@pytest.mark.parametrize("factor", [1.02, 0.98])
-def test_a_cache_scale_two_percent_off_is_noticed(
+@pytest.mark.parametrize("factor", [1.05, 0.95])
+def test_a_cache_scale_five_percent_off_is_noticed(
     factor: float, folder: Path, yardstick: Yardstick, tmp_path: Path
 ) -> None:
+    """e4m3 itself rounds by two percent: that much more is within how far draws of some thousand contexts lie apart.
+
+    It is beyond with the shipped checkpoints' stories: ``tests/server/test_accuracy_bounds.py``.
+    """
+
     def edit(weights: dict[str, torch.Tensor]) -> None:
         for name in weights:
             if name.endswith((".k_proj.weight", ".v_proj.weight")):
