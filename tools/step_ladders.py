@@ -86,7 +86,8 @@ def in_steps(
         here = {option: more for option, more in told.items() if option.backend in names}
         if not here:
             continue
-        chosen = min(here, key=lambda option: abs(here[option]))
+        # What was chosen, unless its backend is not among them: then the fastest.
+        chosen = min(here, key=lambda option: (here[option] != 0.0, here[option]))
         usual = alone(calls, chosen, tokens)
         backends = {option.backend for option in here} | set(offered)
         timed = [s for s in timed if s.tokens != tokens or s.option.backend not in backends]

@@ -82,6 +82,10 @@ def test_what_a_cut_search_left_as_faster_is_as_good_as_what_it_chose(tool: Any)
     us = {s.option: s.us for s in found if s.tokens == 32}
     assert us[TRITON] == next(s.us for s in ALONE if s.tokens == 32 and s.option == TRITON)
     assert us[TRITON] < us[TORCH] < 1.001 * us[TRITON]
+    # Where what was chosen is missing, the fastest of the others counts as its call alone.
+    found = tool.in_steps(ALONE, {32: {TORCH: 0.0, TRITON: -20.0, TILE: 5.0}}, ("triton",))
+    us = {s.option: s.us for s in found if s.tokens == 32}
+    assert us[TILE] == us[TRITON] + 25.0
 
 
 def result_of(path: Path, kernels: dict[str, str] | None) -> Path:

@@ -141,18 +141,37 @@ def _matrix_candidates(cfg: LinearConfig, rows: int) -> list[dict[str, int]]:
 PARAMETERS = ("VECTOR", "BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLITS", "num_warps", "num_stages", "AHEAD")
 
 
-class _Launches(NamedTuple):
+class Launches(NamedTuple):
     """The product of one shape, and what adds its splits where it has some."""
 
     product: Callable[..., torch.Tensor]
     add_splits: Callable[..., torch.Tensor] | None
+
+    def run(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return ``y`` ``[M, N]``, a new tensor."""
+        addend = weight if bias is None else bias
+        y = self.product(x, weight, addend)
+        return y if self.add_splits is None else self.add_splits(y, addend)
+
+
+def adding(
+    product: Callable[..., torch.Tensor], m: int, n: int, splits: int, bias: bool, y: New, device: torch.device
+) -> Launches:
+    """Return the launches of a product that makes fp32 ``[splits, m, n]``; of one split, ``y`` with its bias."""
+    if splits == 1:
+        return Launches(product, None)
+    add_splits = add_splits_kernel.at(
+        (m, cdiv(n, 1024)), m, n, makes={2: y},
+        SPLITS=splits, HAS_BIAS=bias, ROUND_BEFORE_BIAS=False, BLOCK=1024, **dependent_launch(device),
+    )  # fmt: skip
+    return Launches(product, add_splits)
 
 
 @lru_cache(maxsize=4096)
 def _launches(
     m: int, n: int, k: int, x_stride: int, weight_stride: int, dtype: torch.dtype, bias: bool, out_dtype: torch.dtype,
     config: tuple[int, ...], device: torch.device,
-) -> _Launches:  # fmt: skip
+) -> Launches:  # fmt: skip
     c, launch = dict(zip(PARAMETERS, config, strict=True)) if config else {}, dependent_launch(device)
     if not c or not serves(c, m):
         c = rule(m, n, k, dtype)
@@ -171,20 +190,14 @@ def _launches(
             num_warps=c["num_warps"],
             **launch,
         )
-        return _Launches(product, None)
+        return Launches(product, None)
     tile = Tile(c["BLOCK_M"], c["BLOCK_N"], c["num_warps"], c["num_stages"], c["SPLITS"])
     partial = New((tile.splits, m, n), torch.float32)
     product = _linear_kernel.at(
         tile.grid(m, n), *numbers, makes={3: y if tile.splits == 1 else partial},
         **sizes, SPLITS=tile.splits, BLOCK_M=tile.m, num_warps=tile.warps, num_stages=tile.stages, **launch,
     )  # fmt: skip
-    if tile.splits == 1:
-        return _Launches(product, None)
-    add_splits = add_splits_kernel.at(
-        (m, cdiv(n, 1024)), m, n, makes={2: y},
-        SPLITS=tile.splits, HAS_BIAS=bias, ROUND_BEFORE_BIAS=False, BLOCK=1024, **launch,
-    )  # fmt: skip
-    return _Launches(product, add_splits)
+    return adding(product, m, n, tile.splits, bias, y, device)
 
 
 def _fake(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
@@ -202,14 +215,7 @@ def _linear(
         return x.new_empty(m, n, dtype=out_dtype)
     strides = x.stride()[0], weight.stride()[0]
     launches = _launches(m, n, k, *strides, x.dtype, bias is not None, out_dtype, tuple(config), x.device)
-    return _run(launches, x, weight, bias)
-
-
-def _run(launches: _Launches, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    product, add_splits = launches
-    addend = weight if bias is None else bias
-    y = product(x, weight, addend)
-    return y if add_splits is None else add_splits(y, addend)
+    return launches.run(x, weight, bias)
 
 
 class TritonLinear:
@@ -238,7 +244,7 @@ class TritonLinear:
                     )
                     self._ready.keep(kind, found)
                 if found is not None:
-                    return _run(found, x, weight, bias)
+                    return found.run(x, weight, bias)
             y: torch.Tensor = _linear(x, weight, bias, self.out_dtype, self.config)
             return y
         y = _linear(x.reshape(-1, x.shape[-1]), weight, bias, self.out_dtype, self.config)

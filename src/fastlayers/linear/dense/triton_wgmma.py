@@ -14,9 +14,9 @@ Triton's interpreter, which knows no Gluon.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Mapping
 from functools import lru_cache
-from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -28,9 +28,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from fastlayers.errors import check_keys
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.linear.dense.layer import LinearConfig
-from fastlayers.linear.dense.triton import PARAMETERS
+from fastlayers.linear.dense.triton import PARAMETERS, Launches, adding
 from fastlayers.linear.dense.triton import _linear as triton_linear
-from fastlayers.linear.triton_gemm import add_splits_kernel
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import New, kernel
 from fastlayers.triton_lang import INTERPRET, await_inputs, dependent_launch, release_dependents
@@ -157,7 +156,7 @@ def candidates(cfg: LinearConfig, num_tokens: int) -> list[dict[str, int]]:
     found = [rule(n, k)]
     if num_tokens <= MAX_ROWS:
         # Of 16 turns the unrolled addresses spill.
-        for warps, splits, stages in product((4, 8), (1, 2, 3, 4, 6), (4, 5, 6, 8, 10, 12)):
+        for warps, splits, stages in itertools.product((4, 8), (1, 2, 3, 4, 6), (4, 5, 6, 8, 10, 12)):
             plan, programs = Plan(warps, splits, stages), cdiv(n, 16 * warps) * splits
             many = programs >= ENOUGH and (splits == 1 or programs <= 3 * ENOUGH)
             if many and plan.fits(rows, k) and plan.shared(rows) >= 56 << 10:
@@ -165,36 +164,19 @@ def candidates(cfg: LinearConfig, num_tokens: int) -> list[dict[str, int]]:
     return [plan._asdict() for plan in dict.fromkeys(found)]
 
 
-def serves(config: Mapping[str, int], num_tokens: int) -> bool:
-    """Return whether a configuration is for so many rows: all are, 64 at a time."""
-    return True
-
-
-class _Launches(NamedTuple):
-    """The product of one shape, and what adds its splits where it has some."""
-
-    product: Callable[..., torch.Tensor]
-    add_splits: Callable[..., torch.Tensor] | None
-
-
 @lru_cache(maxsize=4096)
 def _launches(
     m: int, n: int, k: int, strides: tuple[int, int], bias: bool, out_dtype: torch.dtype, plan: Plan,
     device: torch.device,
-) -> _Launches:  # fmt: skip
-    launch, y = dependent_launch(device), New((m, n), out_dtype)
-    partial = New((plan.SPLITS, m, n), torch.float32)
-    launched = wgmma_rows_kernel.at(
-        (cdiv(n, 16 * plan.W), plan.SPLITS), m, n, *strides, makes={3: y if plan.SPLITS == 1 else partial},
-        K=k, HAS_BIAS=bias and plan.SPLITS == 1, TOKENS=tokens_for(m), **plan._asdict(), num_warps=plan.W, **launch,
+) -> Launches:  # fmt: skip
+    y = New((m, n), out_dtype)
+    product = wgmma_rows_kernel.at(
+        (cdiv(n, 16 * plan.W), plan.SPLITS), m, n, *strides,
+        makes={3: y if plan.SPLITS == 1 else New((plan.SPLITS, m, n), torch.float32)},
+        K=k, HAS_BIAS=bias and plan.SPLITS == 1, TOKENS=tokens_for(m), **plan._asdict(), num_warps=plan.W,
+        **dependent_launch(device),
     )  # fmt: skip
-    if plan.SPLITS == 1:
-        return _Launches(launched, None)
-    add_splits = add_splits_kernel.at(
-        (m, cdiv(n, 1024)), m, n, makes={2: y},
-        SPLITS=plan.SPLITS, HAS_BIAS=bias, ROUND_BEFORE_BIAS=False, BLOCK=1024, **launch,
-    )  # fmt: skip
-    return _Launches(launched, add_splits)
+    return adding(product, m, n, plan.SPLITS, bias, y, device)
 
 
 def _aligned(x: torch.Tensor) -> bool:
@@ -228,10 +210,8 @@ def _of_few(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, plan: Plan
 ) -> torch.Tensor:
     strides = x.stride()[0], weight.stride()[0]
-    launched, add_splits = _launches(len(x), *weight.shape, strides, bias is not None, out_dtype, plan, x.device)
-    addend = weight if bias is None else bias
-    y = launched(x, weight, addend)
-    return y if add_splits is None else add_splits(y, addend)
+    launches = _launches(len(x), *weight.shape, strides, bias is not None, out_dtype, plan, x.device)
+    return launches.run(x, weight, bias)
 
 
 @lru_cache(maxsize=4096)
@@ -255,7 +235,7 @@ class WgmmaLinear:
     not begin where copies of 16 bytes do runs by the :func:`twin`, and so does everything in Triton's interpreter.
     """
 
-    candidates, serves = staticmethod(candidates), staticmethod(serves)
+    candidates = staticmethod(candidates)
 
     def __init__(self, cfg: LinearConfig, config: Mapping[str, int] | None = None) -> None:
         self.out_dtype = cfg.y_dtype
