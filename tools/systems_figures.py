@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ablation_rows
-from performance_rows import OURS, last_runs
+from performance_rows import OURS, VLLM, last_runs
 
 from fastlayers.attention.buckets import SHORT_CONTEXT
 from fastlayers.attention.context_buckets import context_of
@@ -287,16 +287,43 @@ def gated() -> Found:
     return _share([(row["one_us"], row["two_us"]) for row in rows], "bf16 between two launches")
 
 
-def beside_peers(layer: str) -> tuple[int, list[tuple[float, float]]]:
-    """Return how many shapes of a small operator were timed, and its own and the best peer's time at each point."""
-    points = _points("performance/small_ops.jsonl", layer)
+def beside_peers(
+    layer: str, file: str = "performance/small_ops.jsonl", peer: str = ""
+) -> tuple[int, list[tuple[float, float]]]:
+    """Return how many shapes of a layer were timed, and the time of what ``auto`` takes and the best peer's of each."""
+    points = _points(file, layer)
     shapes = {row["cfg"] for rows in points.values() for row in rows}
     pairs = []
     for rows in points.values():
         own = [row["us"] for row in rows if row["auto"]]
-        peers = [row["us"] for row in rows if row["backend"] not in OURS_OR_TORCH]
-        pairs += [(own[0], min(peers))] if own and peers else []
+        peers = [row for row in rows if row["backend"] not in OURS_OR_TORCH and row["backend"].startswith(peer)]
+        pairs += [(own[0], min(row["us"] for row in peers))] if own and peers else []
     return len(shapes), pairs
+
+
+def quantiser() -> Found:
+    """Item 41: group quantisation, which divides exactly, beside a package's."""
+    return _share(beside_peers("group_quant", peer="sgl_kernel")[1], "sgl_kernel")
+
+
+def block_products(peer: str = "") -> Found:
+    """Items 37 and 43: what ``auto`` takes for FP8 products by blocks, beside one package's or the best of any."""
+    shapes, pairs = beside_peers("fp8_linear", "performance/fp8_linear.jsonl", peer)
+    found = _share(pairs, peer or "the best peer")
+    return found and Said(f"{shapes} shapes; what `auto` takes: {found.measured}", found.missing)
+
+
+def decode(*models: str) -> Found:
+    """Items 63 and 64: whole steps of one request and of 32, beside vLLM's on the same kind of GPU."""
+    steps = {
+        (row["model"], row["batch"]): row["tpot_ms"]
+        for row in read("performance/generate.jsonl") if row.get("model") in models and "tpot_ms" in row
+    }  # fmt: skip
+    if set(steps) != {(model, batch) for model in models for batch in (1, 32)}:
+        return None
+    told = [f"{m}, {batch}: {ms:.2f} ms a token (vLLM {VLLM[m, batch]:.2f})" for (m, batch), ms in steps.items()]
+    late = [f"{m} at {batch}" for (m, batch), ms in steps.items() if ms > VLLM[m, batch]]
+    return Said("; ".join(told), f"slower than vLLM: {', '.join(late)}" if late else "")
 
 
 def several_shapes(layer: str) -> Found:

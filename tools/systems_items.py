@@ -10,10 +10,12 @@ from systems_figures import (
     _against,
     _lost,
     _taken,
+    block_products,
     capacity,
     capture,
     compiled,
     crossover,
+    decode,
     deepseek,
     drafts,
     edge,
@@ -27,6 +29,7 @@ from systems_figures import (
     nvfp4,
     pages,
     pauses,
+    quantiser,
     rotations,
     schedules,
     several_shapes,
@@ -52,6 +55,7 @@ class Figure:
 
 CHOSEN = "off by default (`torch_compile=None`): who asks for it reads here what it does"
 BEHIND = "`auto` takes sgl_kernel's product where that is installed; without it, ours is what there is"
+IN_TURNS = "`auto` takes what `fastlayers tune` found fastest when it timed all in turns; these were timed later"
 UNUSED = "latent attention has `torch.bmm` for bf16 and this layer for codes; who asks it for bf16 may name `torch`"
 FIGURES = (
     Figure(5, "decode over an FP8 cache", "performance/mla.jsonl#fp8_math=True", fp8_cache),
@@ -88,11 +92,16 @@ FIGURES = (
     Figure(32, "scales written as they are read", "systems_h200.jsonl#scales", schedules),
     Figure(32, "at the edge of a schedule", "products_h200.jsonl#top 1", edge),
     Figure(35, "NVFP4's quantisation", "systems_h200.jsonl#nvfp4", nvfp4),
+    Figure(37, "products by blocks", "performance/fp8_linear.jsonl#deep_gemm",
+           lambda: _lost(block_products(), IN_TURNS)),
     Figure(40, "activation that writes FP8 rows", "gated_h200.jsonl#one_us", gated),
+    Figure(41, "group quantisation, divided exactly", "performance/small_ops.jsonl#group_quant", quantiser),
     Figure(42, "FP8 by token and channel", "products_h200.jsonl#fp8_scaled_linear",
            lambda: _taken("products_h200.jsonl", "fp8_scaled_linear", "sgl_kernel")),
     Figure(42, "our own kernel beside it", "products_h200.jsonl#fp8_scaled_linear",
            lambda: _lost(_against("products_h200.jsonl", "fp8_scaled_linear", "sgl_kernel"), BEHIND)),
+    Figure(43, "products by blocks, beside FlashInfer's", "performance/fp8_linear.jsonl#flashinfer",
+           lambda: _lost(block_products("flashinfer"), IN_TURNS)),
     Figure(44, "absorbed products in a step", "ablation_h200.jsonl#absorbed products",
            lambda: switched("absorbed products")),
     Figure(44, "beside deep_gemm's masked grouped product", "products_h200.jsonl#deep_gemm",
@@ -118,6 +127,8 @@ FIGURES = (
     Figure(58, "a chain of 10,000 dependent launches", "gpu_suite.json#passed", suite),
     Figure(56, "capture of all buckets", "performance/capture.jsonl#frozen", capture),
     Figure(61, "drafts of the NextN layer, captured", "drafts_h200.jsonl#mtp", drafts),
+    Figure(63, "whole steps", "performance/generate.jsonl#gpt_oss_20b", lambda: decode("gpt_oss_20b")),
+    Figure(64, "whole steps", "performance/generate.jsonl#qwen3_30b_a3b", lambda: decode("qwen3_30b_a3b", "qwen3_8b")),
     Figure(65, "a collection between tokens", "pauses.json#full_collection_ms", pauses),
     Figure(62, "DeepSeek-V3, six layers at real widths", "slice_h200.jsonl#prefill", deepseek),
 )  # fmt: skip

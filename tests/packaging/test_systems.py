@@ -408,6 +408,35 @@ def test_losses_beside_packages_are_listed(tool: Any, tmp_path: Path, monkeypatc
     )
 
 
+def test_pages_points_beside_each_package(tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["systems_figures"], "RESULTS", tmp_path)
+    (tmp_path / "performance").mkdir()
+
+    def put(file: str, *rows: dict[str, Any]) -> None:
+        (tmp_path / "performance" / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def timed(layer: str, **times: float) -> list[dict[str, Any]]:
+        common = {"layer": layer, "key": "k", "cfg": "c", "model": "m", "config": {}}
+        return [common | {"backend": name, "us": us, "auto": name == "triton"} for name, us in times.items()]
+
+    def lines(item: int) -> list[str]:
+        return [line for line in tool.figures()[0].splitlines() if line.startswith(f"| {item} |")]
+
+    assert all(tool.MISSING in line for item in (37, 41, 43, 63, 64) for line in lines(item))
+    put("fp8_linear.jsonl", *timed("fp8_linear", triton=1.2, torch=0.1, cublas=1.5, deep_gemm=1.0, flashinfer=2.0))
+    assert "0 of 1 points" in lines(37)[0] and "worst 1.20 × | slower than the best peer at 1 of 1" in lines(37)[0]
+    assert "1 of 1 points not slower than flashinfer; median 0.60 ×" in lines(43)[0] and lines(43)[0].endswith("|  |")
+    put("small_ops.jsonl", *timed("group_quant", triton=1.2, torch=9.0, flashinfer=1.0, sgl_kernel=1.1))
+    assert "0 of 1 points not slower than sgl_kernel; median 1.09 ×" in lines(41)[0]
+    assert tool.figures()[1][41][1] == "not done: slower than sgl_kernel at 1 of 1 points"
+    steps = [{"model": "gpt_oss_20b", "batch": batch, "tpot_ms": ms} for batch, ms in ((1, 1.5), (32, 9.0))]
+    put("generate.jsonl", steps[0])
+    assert tool.MISSING in lines(63)[0], "both are wanted"
+    put("generate.jsonl", *steps)
+    assert "gpt_oss_20b, 1: 1.50 ms a token (vLLM 2.98)" in lines(63)[0] and tool.MISSING in lines(64)[0]
+    assert tool.figures()[1][63][1] == "not done: slower than vLLM: gpt_oss_20b at 32"
+
+
 def test_words_of_rows_are_true() -> None:
     """What the page's hand says beside the name of a system, where code or a figure can say that it is so."""
     name = {row.item: row.name for row in ROWS}
