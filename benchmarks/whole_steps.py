@@ -28,6 +28,7 @@ from generate import MODELS, randomize
 from fastlayers import tuning
 from fastlayers.attention.meta import AttentionBatch
 from fastlayers.device import Device, as_device
+from fastlayers.linear.dense.triton import LEAVE
 from fastlayers.registry import registry
 from fastlayers.runtime.gc_pause import gc_pause
 from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
@@ -54,6 +55,7 @@ class Fixed:
 
     def __init__(self, impl: Any, choice: Any) -> None:
         self.single, self.choice = impl, choice
+        self.leaves_splits = getattr(impl, "leaves_splits", False)
 
     def pick(self, num_tokens: int) -> Any:
         """Return it."""
@@ -69,6 +71,8 @@ class Place:
     modules: list[Any]
     installed: Option = field(default_factory=lambda: Option(""))
     options: list[Option] = field(default_factory=list)
+    # Whether a norm behind it may add its splits.
+    leaves: bool = False
 
     @property
     def key(self) -> str:
@@ -97,14 +101,33 @@ def places_of(model: Any, context: int) -> list[Place]:
     """Return the products of a model by shape, and its attention."""
     layers = model.decoder.layers
     found: dict[str, Place] = {}
+    normed = {linear for layer in layers for linear in read_by_norms(layer)}
     for module in [m for layer in layers for m in layer.modules()] + [model.lm_head]:
         if getattr(getattr(module, "choice", None), "layer", "") == "linear":
-            found.setdefault(str(module.cfg), Place("linear", module.cfg, [])).modules.append(module)
+            place = found.setdefault(str(module.cfg), Place("linear", module.cfg, []))
+            place.modules.append(module)
+            place.leaves |= module in normed
     attention: dict[str, Place] = {}
     for layer in layers:  # some have windows, some have not
         cfg = replace(layer.self_attn.decode_choice.cfg, context=context)
         attention.setdefault(str(cfg), Place("gqa", cfg, [])).modules.append(layer.self_attn)
     return [*found.values(), *attention.values()]
+
+
+def read_by_norms(layer: Any) -> Iterator[Any]:
+    """Yield the linears of a layer whose splits a norm may add."""
+    parts = (layer.self_attn, "o_proj"), (getattr(layer, layer.MLP), "down_proj")
+    for (module, name), may in zip(parts, layer.may_split, strict=True):
+        if may:
+            yield getattr(module, name)
+
+
+def leaving(options: Sequence[Option], rules: Mapping[str, Mapping[str, Any]]) -> Iterator[Option]:
+    """Yield those options that split, with their splits left to the norm behind them."""
+    for option in options:
+        config = dict(option.config) or dict(rules.get(option.backend, {}))
+        if config.get("SPLITS", 1) > 1:
+            yield Option(option.backend, tuple(sorted((config | {LEAVE: 1}).items())))
 
 
 def near_options(place: Place, rows: int, device: Device) -> list[Option]:
@@ -127,7 +150,8 @@ def near_options(place: Place, rows: int, device: Device) -> list[Option]:
             if row.get("config") and row["config"] != rules[row["backend"]]:
                 found[Option.of(row)] = None
     vector = (("VECTOR", 1),)
-    return [option for option in found if rows <= 4 or not set(vector) & set(option.config)]
+    options = [option for option in found if rows <= 4 or not set(vector) & set(option.config)]
+    return [*options, *(leaving([place.installed, *options], rules) if place.leaves else ())]
 
 
 def offer(places: Sequence[Place], rows: int, device: Device) -> None:

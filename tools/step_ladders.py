@@ -57,7 +57,11 @@ def steps_of(layer: str, key: str, device: str, result: Path = RESULT) -> tuple[
 
 
 def alone(samples: Sequence[Sample], option: Option, tokens: int) -> float:
-    """Return what an option's call takes alone; where it was not timed, what the best of its neighbours say."""
+    """Return what an option's call takes alone; where it was not timed, what the best of its neighbours say.
+
+    Alone it adds the splits that it leaves in a step.
+    """
+    option = Option(option.backend, tuple(each for each in option.config if each[0] != "LEAVE"))
     counts = sorted({sample.tokens for sample in samples})
 
     def best(count: int) -> float:

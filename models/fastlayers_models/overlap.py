@@ -165,8 +165,8 @@ def run_layers(
         (whole,) = halves
         if images is not None:
             whole.hidden.tensor.index_copy_(0, *images)
-        for layer, cache in layers:
-            whole.hidden = layer(whole.hidden, whole.meta, cache, whole.step, whole.rows)
+        for (layer, cache), (behind, _) in zip(layers, [*layers[1:], (None, None)], strict=True):
+            whole.hidden = layer(whole.hidden, whole.meta, cache, whole.step, whole.rows, behind=behind)
     else:
         if checked:
             for half in halves:

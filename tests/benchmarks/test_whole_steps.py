@@ -117,6 +117,34 @@ def test_what_is_tried_on_an_h200_is_what_its_tables_hold_as_nearly_as_fast(step
         assert tile in [dict(option.config) for option in places[3].options] and TORCH in places[1].options
 
 
+def test_splits_are_also_left_where_a_norm_reads_them(steps: Any) -> None:
+    """Of a layer's linears those two whose output a norm reads; of their options those that split."""
+    small = steps.MODELS["qwen3_8b"] | steps.SMALL
+    family: Any = family_of(small)
+    model = family(family.config_class.from_hf(small), device="cpu", dtype=torch.bfloat16)
+    places = [each for each in steps.places_of(model, 1024) if each.layer == "linear"]
+    layer = model.decoder.layers[0]
+    wanted = [layer.self_attn.o_proj, layer.mlp.down_proj]
+    assert [each.modules for each in places if each.leaves] == [[linear] for linear in wanted]
+    tile, vector = {"BLOCK_N": 64, "SPLITS": 4}, {"VECTOR": 1}
+    options = [Option("torch"), TRITON, Option("triton", (("SPLITS", 1),)), Option("triton", tuple(vector.items()))]
+    options.append(Option("triton", tuple(sorted(tile.items()))))
+    found = [dict(each.config) for each in steps.leaving(options, {"triton": {"SPLITS": 2}})]
+    assert found == [{"SPLITS": 2, "LEAVE": 1}, tile | {"LEAVE": 1}]
+    h200 = DESCRIBED["H200"]
+    shape = LinearConfig(12288, 4096)
+    choice = registry("linear").choose(shape, h200, "auto")
+    for leaves in (False, True):
+        one = steps.Place("linear", shape, [SimpleNamespace(choice=choice)], leaves=leaves)
+        steps.offer([one], 32, h200)
+        split = [dict(each.config) for each in one.options if dict(each.config).get("SPLITS", 1) > 1]
+        plain, left = ([each for each in split if ("LEAVE" in each) == leave] for leave in (False, True))
+        assert len(plain) > 2 and all((each | {"LEAVE": 1} in left) == leaves for each in plain)
+        rules = [registry("linear").named(name).load().candidates(shape, 32)[0] for name in ("triton", "wgmma")]
+        assert all(each in [rule | {"LEAVE": 1} for rule in (*plain, *rules)] for each in left)
+        assert all(one.build(each).leaves_splits for each in one.options if dict(each.config).get("LEAVE"))
+
+
 def test_few_of_each_place_are_tried_again_and_always_what_was_installed(steps: Any) -> None:
     tiles = [Option("triton", (("BLOCK_N", n),)) for n in range(6)]
     places = [place(steps, 4, TRITON, *tiles)]

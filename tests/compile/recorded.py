@@ -36,6 +36,7 @@ from fastlayers.linear.dense.triton_wgmma import candidates as wgmma_candidates
 from fastlayers.linear.fp8_block.layer import FP8LinearConfig
 from fastlayers.linear.fp8_scaled.layer import FP8ScaledLinearConfig
 from fastlayers.linear.int8.layer import Int8LinearConfig
+from fastlayers.linear.split_rows import SplitRows
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.launch_config import candidates
 from fastlayers.moe.fused_moe.packages import deep_gemm
@@ -48,6 +49,9 @@ from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.moe.placement.triton import TritonSlots
 from fastlayers.moe.router.triton import router_logits
 from fastlayers.norm.rms_norm.coded import coded_norm
+from fastlayers.norm.rms_norm.layer import RMSNormConfig
+from fastlayers.norm.rms_norm.split import split_norm
+from fastlayers.norm.rms_norm.triton import TritonRMSNorm
 from fastlayers.patching.triton_dense import TritonDense
 from fastlayers.patching.triton_turn import TritonTurn
 from fastlayers.quant.bf12 import BF12Weights
@@ -335,6 +339,15 @@ def _rows(recorder: Recorder) -> None:
         rows, weight = _empty(64, stride, dtype=dtype)[:, :hidden], _empty(hidden, dtype=dtype)
         for residual in (None, _empty(64, hidden, dtype=dtype)):
             coded_norm.function(rows, weight, residual, 1e-6, 0, "col_tma4")
+        recorder.label = f"rms_norm-splits-{hidden}-{TYPES[dtype]}"
+        norm = TritonRMSNorm(cfg := RMSNormConfig(hidden, dtype=dtype))
+        for splits, bias in ((2, None), (4, weight), (8, None)):
+            parts = SplitRows(_empty(splits, 64, hidden, dtype=FP32), bias, dtype, _added, weight)
+            split_norm(cfg, norm, parts, weight, _empty(64, hidden, dtype=dtype))
+
+
+def _added(splits: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("a norm adds them")
 
 
 def _bf12_weights(rows: int, k: int, outliers: int) -> BF12Weights:

@@ -209,6 +209,7 @@ OTHERS = {
     r"mla-(?P<case>\w+)-columns-.*": ("mla", "wgmma"),
     r"mla-queries": ("mla", "flashmla"),
     r"rms_norm-codes-.*": ("fp8_linear", "triton"),  # which takes the codes, and without which nobody asks for them
+    r"rms_norm-splits-.*": ("rms_norm", "triton"),
     r"fused_moe-DeepGemmFusedMoE-.*": ("fused_moe", "deep_gemm"),
     r"fused_moe-DeepGemmMaskedFusedMoE-.*": ("fused_moe", "deep_gemm_masked"),
     r"fused_moe-vectors-(?P<case>.+,fp8_block,.+)": ("fused_moe", "triton"),

@@ -103,6 +103,15 @@ def result_of(path: Path, kernels: dict[str, str] | None) -> Path:
     return path
 
 
+def test_what_leaves_splits_takes_alone_what_adds_them_takes(tool: Any) -> None:
+    """A call alone has no norm behind it; steps say by how much leaving is better, or worse."""
+    tile, left = (("BLOCK_N", 64), ("SPLITS", 2)), (("BLOCK_N", 64), ("LEAVE", 1), ("SPLITS", 2))
+    samples = [Sample(32, Option("triton", tile), 12.0, 0.0), Sample(32, Option("torch"), 10.0, 0.0)]
+    assert tool.alone(samples, Option("triton", left), 32) == 12.0
+    found = tool.in_steps(samples, {32: {Option("triton", left): 0.0, Option("torch"): 1.5}}, ("triton", "torch"))
+    assert {(s.option, s.us) for s in found} == {(Option("triton", left), 12.0), (Option("torch"), 13.5)}
+
+
 def test_rows_of_a_result_are_those_of_the_shape_and_name_their_sources(tool: Any, tmp_path: Path) -> None:
     result = result_of(tmp_path / "steps.jsonl", None)
     steps, note, left = tool.steps_of("linear", "N=1,K=2", "H200", result)

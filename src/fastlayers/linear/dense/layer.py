@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -18,7 +19,11 @@ from fastlayers.device import Device, as_device
 from fastlayers.errors import check_choice, check_positive
 from fastlayers.linear.base import LinearBase, check_source, frozen
 from fastlayers.quant.bf12 import TOO_MANY, pack_bf12, why_not_bf12
+from fastlayers.quant.coded_rows import watched
 from fastlayers.registry import REPEATS, Backend, Registry, reference_backend, triton_backend
+
+if TYPE_CHECKING:
+    from fastlayers.linear.split_rows import SplitRows
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -155,6 +160,25 @@ class Linear(LinearBase):
         if bias is not None:
             made.bias = frozen(bias)
         return made
+
+    def splits(self, x: torch.Tensor) -> SplitRows | None:
+        """Return ``y`` ``[T, N]`` with its splits not added; ``None``: there are none, or they are not left.
+
+        For whoever holds this layer and the norm that reads ``y`` (:meth:`RMSNorm.joining`): nothing is checked. Splits
+        are left where the backend of so many rows was given ``LEAVE`` in its configuration. A hook that looks at what
+        goes in or out of this layer sees rows; then, and in a class of somebody else's, it is ``None``.
+
+        Parameters
+        ----------
+        x : Tensor ``[T, K]``
+        """
+        if type(self) is not Linear or watched(self):
+            return None
+        splits = getattr(self.ladder.single or self.ladder.pick(x.shape[0]), "splits", None)
+        found: SplitRows | None = None
+        if splits is not None:
+            found = splits(x, *self.operands(), self.bias if self.adds_bias else None)
+        return found
 
     def store_bf12(self) -> str:
         """Keep a copy of the weight in 12 bits a number, which serves one token; return why not (``""``: done).

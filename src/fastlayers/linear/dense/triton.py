@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -18,6 +18,7 @@ from fastlayers.errors import check_keys
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.linear.dense.layer import LinearConfig
 from fastlayers.linear.dense.triton_vector import vector_kernel
+from fastlayers.linear.split_rows import SplitRows
 from fastlayers.linear.triton_gemm import TARGET_PROGRAMS, Tile, add_splits_kernel, tile_for, tile_origin
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import Kinds, New, kernel
@@ -139,6 +140,8 @@ def _matrix_candidates(cfg: LinearConfig, rows: int) -> list[dict[str, int]]:
 
 # The order in which an operator takes them: its schema knows integers, not mappings.
 PARAMETERS = ("VECTOR", "BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLITS", "num_warps", "num_stages", "AHEAD")
+# Beside them: 1 where a norm behind the linear adds its splits, if there is one that can.
+LEAVE = "LEAVE"
 
 
 class Launches(NamedTuple):
@@ -152,6 +155,15 @@ class Launches(NamedTuple):
         addend = weight if bias is None else bias
         y = self.product(x, weight, addend)
         return y if self.add_splits is None else self.add_splits(y, addend)
+
+    def leave(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> SplitRows | None:
+        """Return the product with its splits not added; ``None``: it has none."""
+        if self.add_splits is None:
+            return None
+        addend = weight if bias is None else bias
+        return SplitRows(self.product(x, weight, addend), bias, dtype, self.add_splits, addend)
 
 
 def adding(
@@ -224,9 +236,10 @@ class TritonLinear:
     candidates, serves = staticmethod(candidates), staticmethod(serves)
 
     def __init__(self, cfg: LinearConfig, config: Mapping[str, int] | None = None) -> None:
-        self.out_dtype = cfg.y_dtype
-        check_keys("linear", "config of the Triton backend", config or {}, PARAMETERS, PARAMETERS)
-        self.config = [config.get(name, 0) for name in PARAMETERS] if config else []
+        self.out_dtype, given = cfg.y_dtype, dict(config or {})
+        check_keys("linear", "config of the Triton backend", given, (*PARAMETERS, LEAVE), (*PARAMETERS, LEAVE))
+        self.leaves_splits = bool(given.pop(LEAVE, 0))
+        self.config = [given.get(name, 0) for name in PARAMETERS] if given else []
         # What launches rows of kinds that came before.
         self._ready = Kinds()
 
@@ -234,18 +247,29 @@ class TritonLinear:
         """Return ``y`` ``[..., N]``, a new contiguous tensor."""
         if x.dim() == 2:
             if _linear.unwatched(x, weight, bias):
-                (m, k), (n, _) = shapes = x.shape, weight.shape
-                kind = shapes, x.stride(), x.dtype, x.device, weight.stride(), bias is None
-                found = self._ready.get(kind)
-                if found is None and m and x.stride()[1] == 1:
-                    strides = x.stride()[0], weight.stride()[0]
-                    found = _launches(
-                        m, n, k, *strides, x.dtype, bias is not None, self.out_dtype, tuple(self.config), x.device
-                    )
-                    self._ready.keep(kind, found)
+                kind = x.shape, weight.shape, x.stride(), x.dtype, x.device, weight.stride(), bias is None
+                found = self._ready.get(kind) or self._prepare(kind, x, weight, bias)
                 if found is not None:
                     return found.run(x, weight, bias)
             y: torch.Tensor = _linear(x, weight, bias, self.out_dtype, self.config)
             return y
         y = _linear(x.reshape(-1, x.shape[-1]), weight, bias, self.out_dtype, self.config)
         return y.view(*x.shape[:-1], weight.shape[0])
+
+    def splits(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> SplitRows | None:
+        """Return ``y`` of ``x`` ``[M, K]``, its splits left to who reads it; ``None``: the call is what there is."""
+        if not self.leaves_splits or x.dim() != 2 or not _linear.unwatched(x, weight, bias):
+            return None
+        kind = x.shape, weight.shape, x.stride(), x.dtype, x.device, weight.stride(), bias is None
+        found = self._ready.get(kind) or self._prepare(kind, x, weight, bias)
+        return None if found is None else found.leave(x, weight, bias, self.out_dtype)
+
+    def _prepare(self, kind: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Launches | None:
+        """Return the launches of rows of a new kind; ``None``: there are no rows, or columns are apart."""
+        (m, k), n = x.shape, weight.shape[0]
+        if m == 0 or x.stride()[1] != 1:
+            return None
+        strides = x.stride()[0], weight.stride()[0]
+        return self._ready.keep(
+            kind, _launches(m, n, k, *strides, x.dtype, bias is not None, self.out_dtype, tuple(self.config), x.device)
+        )

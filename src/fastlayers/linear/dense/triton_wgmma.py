@@ -15,7 +15,7 @@ Triton's interpreter, which knows no Gluon.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -28,8 +28,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from fastlayers.errors import check_keys
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.linear.dense.layer import LinearConfig
-from fastlayers.linear.dense.triton import PARAMETERS, Launches, adding
+from fastlayers.linear.dense.triton import LEAVE, PARAMETERS, Launches, TritonLinear, adding
 from fastlayers.linear.dense.triton import _linear as triton_linear
+from fastlayers.linear.split_rows import SplitRows
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import New, kernel
 from fastlayers.triton_lang import INTERPRET, await_inputs, dependent_launch, release_dependents
@@ -209,9 +210,14 @@ def _linear_wgmma(
 def _of_few(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, plan: Plan
 ) -> torch.Tensor:
+    return _launches_of(x, weight, bias, out_dtype, plan).run(x, weight, bias)
+
+
+def _launches_of(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, plan: Plan
+) -> Launches:
     strides = x.stride()[0], weight.stride()[0]
-    launches = _launches(len(x), *weight.shape, strides, bias is not None, out_dtype, plan, x.device)
-    return launches.run(x, weight, bias)
+    return _launches(len(x), *weight.shape, strides, bias is not None, out_dtype, plan, x.device)
 
 
 @lru_cache(maxsize=4096)
@@ -238,13 +244,30 @@ class WgmmaLinear:
     candidates = staticmethod(candidates)
 
     def __init__(self, cfg: LinearConfig, config: Mapping[str, int] | None = None) -> None:
-        self.out_dtype = cfg.y_dtype
+        self.cfg, self.out_dtype = cfg, cfg.y_dtype
         if config:
-            check_keys("linear", "config of the wgmma backend", config, Plan._fields)
+            check_keys("linear", "config of the wgmma backend", config, (*Plan._fields, LEAVE), (LEAVE,))
         self.plan = [config[name] for name in Plan._fields] if config else []
+        self.leaves_splits = bool(config and config.get(LEAVE))
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return ``y`` ``[..., N]``, a new contiguous tensor."""
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         y: torch.Tensor = _linear_wgmma(rows, weight, bias, self.out_dtype, self.plan)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], len(weight))
+
+    def splits(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> SplitRows | None:
+        """Return ``y`` of ``x`` ``[M, K]``, its splits left to who reads it; ``None``: the call is what there is."""
+        if not self.leaves_splits or x.dim() != 2 or not 0 < len(x) <= MAX_ROWS:
+            return None
+        if not _linear_wgmma.unwatched(x, weight, bias):
+            return None
+        plan = plan_for(len(x), *weight.shape, tuple(self.plan))
+        if INTERPRET or not _aligned(weight):
+            return self._twin(twin(len(x), plan)).splits(x, weight, bias)
+        if not _aligned(x):
+            return None
+        return _launches_of(x, weight, bias, self.out_dtype, plan).leave(x, weight, bias, self.out_dtype)
+
+    def _twin(self, parameters: Sequence[int]) -> TritonLinear:
+        return TritonLinear(self.cfg, dict(zip(PARAMETERS, parameters, strict=True)) | {LEAVE: 1})

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,6 +29,9 @@ from fastlayers.memory import allocate
 from fastlayers.quant.coded_rows import CodedRows, watched
 from fastlayers.registry import Backend, Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.weights import Slot
+
+if TYPE_CHECKING:
+    from fastlayers.linear.split_rows import SplitRows
 
 ROUNDINGS = ("cast_then_scale", "scale_then_cast", "one_plus")
 
@@ -187,6 +191,24 @@ class RMSNorm(Layer):
         if hasattr(impl, "coded"):
             found = impl.coded(x, self.weight, residual, layout)
         return found
+
+    def joining(self, rows: SplitRows, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the call with ``rows.joined()`` returns; in one launch where Triton's kernel is what computes it.
+
+        For whoever holds this layer and the linear that left the splits: nothing is checked. The bits are those of the
+        call. A hook that looks at what goes in or out of this layer sees rows.
+
+        Parameters
+        ----------
+        rows : SplitRows ``[T, D]``
+        residual : Tensor ``[T, D]``
+        """
+        found: tuple[torch.Tensor, torch.Tensor] | None = None
+        if type(self) is RMSNorm and not watched(self):
+            impl = self.ladder.single or self.ladder.pick(rows.shape[0])
+            split_norm = import_module("fastlayers.norm.rms_norm.split").split_norm
+            found = split_norm(self.cfg, impl, rows, self.weight, residual)
+        return self(rows.joined(), residual) if found is None else found
 
     def _check(self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor) -> None:
         size = self.cfg.hidden_size
