@@ -35,12 +35,12 @@ LINEARS = tuple(Linear(*each) for each in (
 @contextmanager
 def planned(shape: Any, plan: Any) -> Iterator[None]:
     """Run a shape by another plan."""
-    chosen = triton_bf12.plan_of
+    launch = triton_bf12._launch
 
-    def plan_of(n: int, k: int) -> Linear:
-        return plan if (n, k) == shape else chosen(n, k)
+    def launched(n: int, k: int, outliers: int, bias: bool, out_dtype: Any, chosen: Linear, device: Any) -> Any:
+        return launch(n, k, outliers, bias, out_dtype, plan if (n, k) == shape else chosen, device)
 
-    with mock.patch.object(triton_bf12, "plan_of", plan_of):
+    with mock.patch.object(triton_bf12, "_launch", launched):
         yield
 
 

@@ -70,8 +70,8 @@ class Plan(NamedTuple):
 WHOLE, SHORT = Plan(2, 128, 1, 2), Plan(4, 128, 1, 1)
 
 
-def plan_of(n: int, k: int) -> Plan:
-    """Return the plan of so many rows and columns."""
+def plan_of(k: int) -> Plan:
+    """Return the plan of so many columns."""
     return WHOLE if run_of(k) == RUNS[0] else SHORT
 
 
@@ -100,7 +100,7 @@ def _linear_bf12(
     x: torch.Tensor, words: torch.Tensor, scale: torch.Tensor, columns: torch.Tensor, values: torch.Tensor,
     bias: torch.Tensor | None, out_dtype: torch.dtype, plan: list[int],
 ) -> torch.Tensor:  # fmt: skip
-    how = Plan(*plan) if plan else plan_of(len(words), x.shape[1])
+    how = Plan(*plan) if plan else plan_of(x.shape[1])
     launch = _launch(len(words), x.shape[1], columns.shape[1], bias is not None, out_dtype, how, x.device)
     y: torch.Tensor = launch(x.contiguous(), words, scale, columns, values, x if bias is None else bias)
     return y
