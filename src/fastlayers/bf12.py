@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from fastlayers.errors import ArgumentError
 from fastlayers.linear.dense.layer import Linear
+from fastlayers.quant.bf12 import BF12Weights
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class StoredBF12:
     layers : tuple of str
         Names of layers that have copies now.
     nbytes : int
-        Of all copies.
+        Of all copies, each counted once.
     refused : dict
         Why others have none, by name.
     """
@@ -61,6 +63,11 @@ def store_bf12(model: nn.Module) -> StoredBF12:
     captured again: call it behind loading, and again behind a change. What no layer sees (``.data`` and what else
     :func:`fastlayers.repack` lists) needs ``repack`` before. Linears of transformers: ``patch(..., bf12=True)``.
 
+    Tied weights, one parameter of several linears or the same memory, have one copy, which serves them all, each with
+    its own bias and ``out_dtype``. A head that is tied to the embedding multiplies by the copy; the embedding looks its
+    rows up in the weight itself. An edit ends the copy's use in all of them, and a layer that is given another weight
+    leaves it to the others.
+
     Parameters
     ----------
     model : nn.Module
@@ -85,12 +92,9 @@ def store_bf12(model: nn.Module) -> StoredBF12:
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError("store_bf12", "model", repr(model), "an nn.Module")
-    layers, nbytes, refused = [], 0, {}
-    for name, module in model.named_modules():
-        if isinstance(module, Linear):
-            if why := module.store_bf12():
-                refused[name] = why
-            else:
-                layers.append(name)
-                nbytes += module.copied_bytes
-    return StoredBF12(tuple(layers), nbytes, refused)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    packed: dict[Any, BF12Weights | None] = {}
+    refused = {name: why for name, module in linears.items() if (why := module.store_bf12(packed))}
+    layers = tuple(name for name in linears if name not in refused)
+    held = [linears[name].serving_one_token.weight for name in layers]
+    return StoredBF12(layers, sum({id(each): each.nbytes for each in held}.values()), refused)

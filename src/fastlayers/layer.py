@@ -89,9 +89,9 @@ class Layer(WatchedModule):
         self.ladder = FirstRung(Packed(None, self, sources), impl, self.ladder)
 
     @property
-    def copied_bytes(self) -> int:
-        """Bytes of the copies that serve one token."""
-        return int(self.ladder.impl.nbytes) if isinstance(self.ladder, FirstRung) else 0
+    def serving_one_token(self) -> Any:
+        """What serves one token with a copy of the weights; ``None``: nothing does."""
+        return self.ladder.impl if isinstance(self.ladder, FirstRung) else None
 
     def weights_changed(self) -> None:
         """Tell, and forget what served one token with a copy."""

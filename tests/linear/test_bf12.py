@@ -256,6 +256,11 @@ def of_weights(layer: fl.Linear, x: torch.Tensor) -> torch.Tensor:
     return nn.functional.linear(x, layer.weight, layer.bias)
 
 
+def parameters(layer: Any) -> list[torch.Tensor]:
+    """Return weight and bias in the output's dtype."""
+    return [each.to(layer.cfg.y_dtype) for each in (layer.weight, layer.bias)]
+
+
 def has_copy(layer: Any) -> bool:
     return isinstance(layer.ladder, FirstRung)
 
@@ -442,6 +447,60 @@ def test_a_copied_layer_has_no_copy_of_weights(how: str, small: None) -> None:
     counted = Counted(layer)
     layer(row())
     assert counted.calls == 1 and made.store_bf12() == ""
+
+
+def tied_parameter() -> tuple[nn.Module, Any, Any]:
+    one, other = linear(), linear()
+    other.weight = one.weight
+    return nn.ModuleList([one, other]), one, other
+
+
+def tied_memory() -> tuple[nn.Module, Any, Any]:
+    one = linear()
+    other = fl.Linear.from_linear(one)
+    return nn.ModuleList([one, other]), one, other
+
+
+def tied_head() -> tuple[nn.Module, Any, Any]:
+    embedding = fl.VocabEmbedding(64, 256, dtype=BF16)
+    embedding.weight.copy_(linear().weight)
+    heads = [fl.LMHead(256, 64, True, tied_to=embedding, out_dtype=out_dtype) for out_dtype in (None, FP32)]
+    return nn.ModuleList([embedding, *heads]), *heads
+
+
+@interpreted
+@pytest.mark.parametrize("tied", [tied_parameter, tied_memory, tied_head])
+def test_tied_weights_have_one_copy(tied: Callable[[], tuple[nn.Module, Any, Any]], small: None) -> None:
+    model, *both = tied()
+    both[0].bias.fill_(0.5)
+    stored = fl.store_bf12(model)
+    assert len(stored.layers) == 2 and not stored.refused
+    one, other = (each.ladder.impl.weight for each in both)
+    assert one is other and stored.nbytes == one.nbytes == fl.store_bf12(nn.Sequential(linear())).nbytes
+    x = row()
+    counted = [Counted(each) for each in both]
+    for each in both:
+        exact, bound = exact_and_bound(x, each.weight, each.bias, each.cfg.y_dtype, SHORT.g)
+        assert each(x).dtype == each.cfg.y_dtype and not bool(outside(each(x), exact, bound).any())
+    assert [each.calls for each in counted] == [2, 2]
+    if isinstance(embedding := model[0], fl.VocabEmbedding):  # type: ignore[index]
+        assert torch.equal(embedding(torch.tensor([3])), embedding.weight[3:4])
+    edit(both[1])
+    for each in both:
+        assert torch.equal(each(x), nn.functional.linear(x.to(each.cfg.y_dtype), *parameters(each)))
+    assert [each.calls for each in counted] == [2, 2]
+
+
+@interpreted
+def test_a_tied_layer_that_is_given_another_weight_leaves_the_copy_to_the_other(small: None) -> None:
+    model, one, other = tied_parameter()
+    fl.store_bf12(model)
+    assign(one)
+    counted = Counted(other)
+    other(row())
+    assert not has_copy(one) and counted.calls == 1
+    assert_by_weights(one)
+    assert fl.store_bf12(model).nbytes == 2 * other.ladder.impl.weight.nbytes
 
 
 @interpreted

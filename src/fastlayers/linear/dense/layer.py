@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.device import Device, as_device
 from fastlayers.errors import check_choice, check_positive
 from fastlayers.linear.base import LinearBase, check_source, frozen
-from fastlayers.quant.bf12 import TOO_MANY, pack_bf12, why_not_bf12
+from fastlayers.quant.bf12 import TOO_MANY, BF12Weights, pack_bf12, why_not_bf12
 from fastlayers.quant.coded_rows import watched
 from fastlayers.registry import REPEATS, Backend, Registry, reference_backend, triton_backend
 
@@ -180,10 +180,11 @@ class Linear(LinearBase):
             found = splits(x, *self.operands(), self.bias if self.adds_bias else None)
         return found
 
-    def store_bf12(self) -> str:
+    def store_bf12(self, packed: dict[Any, BF12Weights | None] | None = None) -> str:
         """Keep a copy of the weight in 12 bits a number, which serves one token; return why not (``""``: done).
 
-        See :func:`fastlayers.store_bf12`.
+        See :func:`fastlayers.store_bf12`. ``packed``: what was made of other layers' weights, by where they lie; this
+        one's is added. A weight that lies in the same place is not packed again.
         """
         cfg, weight = self.cfg, self._parameters.get("weight")
         self.forget_copy()
@@ -191,8 +192,11 @@ class Linear(LinearBase):
             return "the weight is computed, pruned or parametrized"
         if why := LINEAR.named("triton").why_not(cfg, as_device(weight.device)) or why_not_bf12(weight):
             return why
-        if (packed := pack_bf12(weight)) is None:
+        packed, place = {} if packed is None else packed, (weight.data_ptr(), weight.shape)
+        if place not in packed:
+            packed[place] = pack_bf12(weight)
+        if (copy := packed[place]) is None:
             return TOO_MANY
-        bf12 = import_module("fastlayers.linear.dense.triton_bf12").BF12Linear(packed, cfg.y_dtype)
+        bf12 = import_module("fastlayers.linear.dense.triton_bf12").BF12Linear(copy, cfg.y_dtype)
         self.serve_one_token(bf12, weight)
         return ""
