@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastlayers.comm.agreement import axis_of
+from fastlayers.comm.parallel import Axis
+from fastlayers.comm.processes import gather_objects
 from fastlayers.errors import ArgumentError
 from fastlayers.linear.dense.layer import Linear
 from fastlayers.quant.bf12 import BF12Weights
@@ -68,6 +71,10 @@ def store_bf12(model: nn.Module) -> StoredBF12:
     rows up in the weight itself. An edit ends the copy's use in all of them, and a layer that is given another weight
     leaves it to the others.
 
+    Of a model that is split over processes all ranks call this together, and each keeps copies of what it holds. What
+    one rank refuses, for its numbers or its memory, none keeps: steps of one token wait for the slowest rank, and what
+    ranks compute alike must be added in the same order.
+
     Parameters
     ----------
     model : nn.Module
@@ -76,12 +83,15 @@ def store_bf12(model: nn.Module) -> StoredBF12:
     Returns
     -------
     StoredBF12
-        Which layers have copies, what they take, and why others have none.
+        Which layers have copies, the same on all ranks; what they take on this one; and why others have none, with the
+        rank that refused where not all do alike.
 
     Raises
     ------
     ArgumentError
         ``model`` is no module.
+    RankLostError
+        A rank has ended.
 
     Examples
     --------
@@ -95,6 +105,23 @@ def store_bf12(model: nn.Module) -> StoredBF12:
     linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     packed: dict[Any, BF12Weights | None] = {}
     refused = {name: why for name, module in linears.items() if (why := module.store_bf12(packed))}
+    refused = _refused_by_any(refused, axis_of(model))
+    for name in refused.keys() & linears.keys():
+        if linears[name].serving_one_token is not None:
+            linears[name].weights_changed()
     layers = tuple(name for name in linears if name not in refused)
     held = [linears[name].serving_one_token.weight for name in layers]
     return StoredBF12(layers, sum({id(each): each.nbytes for each in held}.values()), refused)
+
+
+def _refused_by_any(refused: dict[str, str], axis: Axis | None) -> dict[str, str]:
+    """Return why layers have no copies on all ranks of the axis, given why they have none here; collective."""
+    if axis is None:
+        return refused
+    told = gather_objects(refused, axis, "keeping weights in 12 bits")
+    found = {}
+    for name in dict.fromkeys(name for each in told for name in each):
+        whys = [each.get(name, "") for each in told]
+        rank = next(rank for rank, why in enumerate(whys) if why)
+        found[name] = whys[rank] if len(set(whys)) == 1 else f"rank {rank}: {whys[rank]}"
+    return found

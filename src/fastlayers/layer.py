@@ -95,13 +95,9 @@ class Layer(WatchedModule):
 
     def weights_changed(self) -> None:
         """Tell, and forget what served one token with a copy."""
-        self.forget_copy()
-        super().weights_changed()
-
-    def forget_copy(self) -> None:
-        """Drop what serves one token with a copy, if there is something."""
         if isinstance(ladder := self.__dict__.get("ladder"), FirstRung):
             self.ladder = ladder.behind
+        super().weights_changed()
 
     def choose_again(self, built_only: bool = True) -> bool:
         """Choose once more what was chosen automatically, and return whether that is something else now.

@@ -405,6 +405,19 @@ def test_changed_weights_are_computed_with(change: Callable[[fl.Linear], None], 
 
 
 @interpreted
+def test_a_copy_that_is_not_made_again_leaves_no_captured_step_behind(
+    small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.ModuleList([linear()])
+    fl.store_bf12(model)
+    watch = WeightsWatch(model)
+    monkeypatch.setattr("fastlayers.quant.bf12.LEAST", LEAST)
+    assert fl.store_bf12(model).refused and not has_copy(model[0]) and watch.stale
+    watch.mark()
+    assert fl.store_bf12(model).refused and not watch.stale
+
+
+@interpreted
 def test_replaced_weights_are_forgotten_and_a_bias_is_read_as_it_is(small: None) -> None:
     layer = linear()
     layer.store_bf12()

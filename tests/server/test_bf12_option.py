@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from typer.testing import CliRunner
 import fastlayers as fl
 from fastlayers.bf12 import StoredBF12
 from fastlayers.errors import ArgumentError
+from fastlayers.linear.dense import layer as dense
 from fastlayers.quant import bf12
 from fastlayers.registry.first_rung import FirstRung
 from fastlayers.testing.world import Rank, world
@@ -30,6 +34,7 @@ SMALL = EngineConfig(
 )
 # Of the model that ships two linears of each layer have so many, of which decode takes one: few are interpreted.
 SOME = 98_304
+FIRST = "model.layers.0.self_attn.q_b_proj"
 
 
 def copied(model: Any) -> list[str]:
@@ -158,3 +163,38 @@ def test_each_rank_keeps_its_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = keep_bf12(load_model(SMALL))
     for layers, nbytes in world(2).run(shards):
         assert set(whole.layers) <= set(layers) and 0.4 < nbytes / whole.nbytes < 1
+
+
+def kept_where_the_second_lacks(rank: Rank, lacks: str) -> tuple[list[str], dict[str, str], str]:
+    """Return which layers have copies, why others have none, and what was raised."""
+    model = AutoModel.from_pretrained(assets() / TINY, dtype=torch.bfloat16, parallel=rank.spec())
+    weight, calls, pack = model.get_submodule(FIRST).weight, itertools.count(), bf12.pack_bf12
+
+    def packed(given: torch.Tensor) -> Any:
+        if rank.rank == 1 and (lacks == "all memory" or (lacks == "memory" and next(calls) == 0)):
+            raise torch.OutOfMemoryError
+        return pack(given)
+
+    if rank.rank == 1 and lacks == "numbers":
+        for place, size in enumerate((2.0**-100, 1.0, 2.0**30)):
+            weight[0, place::3] = size
+    with mock.patch.object(dense, "pack_bf12", packed), mock.patch.object(bf12, "LEAST", SOME // 2):
+        try:
+            stored = keep_bf12(model)
+        except ArgumentError as error:
+            return copied(model), {}, str(error)
+    assert stored.nbytes == sum(model.get_submodule(name).serving_one_token.weight.nbytes for name in stored.layers)
+    return copied(model), stored.refused, ""
+
+
+@pytest.mark.parametrize("lacks", ["numbers", "memory", "all memory"])
+def test_what_one_rank_refuses_none_keeps(lacks: str) -> None:
+    one, other = world(2).run(kept_where_the_second_lacks, lacks)
+    assert one == other
+    layers, refused, raised = one
+    if lacks == "all memory":
+        assert not layers and re.search(r"engine: bf12 is True; .* \(rank 1: no memory is left for a copy\)", raised)
+    else:
+        why = bf12.TOO_MANY if lacks == "numbers" else bf12.NO_MEMORY
+        assert layers and not raised and FIRST not in layers and refused[FIRST] == f"rank 1: {why}"
+        assert sum("rank" in each for each in refused.values()) == 1

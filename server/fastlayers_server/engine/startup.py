@@ -209,12 +209,13 @@ def load_model(config: EngineConfig, said: Callable[[str], None] = lambda part: 
 def keep_bf12(model: Any, who: str = "engine") -> StoredBF12:
     """Let the layers of a loaded model keep copies for steps of one token, see :func:`fastlayers.store_bf12`.
 
-    Before what is left of the memory becomes the cache. Each rank keeps copies of what it holds.
+    Before what is left of the memory becomes the cache. Each rank keeps copies of what it holds, of the same layers:
+    all ranks call this, and all of them refuse where one does.
 
     Raises
     ------
     ArgumentError
-        No layer takes it; why is said.
+        No layer takes it; why is said, and on which rank where not all refuse alike.
     """
     stored = store_bf12(model)
     if not stored.layers:

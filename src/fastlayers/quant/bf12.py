@@ -33,6 +33,7 @@ RAISED = 64
 _LARGEST_BASE = 127 + RAISED
 MAX_OUTLIERS = 64
 TOO_MANY = f"a row has more than {MAX_OUTLIERS} weights outside of its {CODES} exponents"
+NO_MEMORY = "no memory is left for a copy"
 # Of fewer weights a product of one token takes as long as its launch and its sums do: benchmarks/notes/bf12.md.
 LEAST = 12 << 20
 _AT_ONCE = 1 << 25  # weights, of which packing needs 8 bytes each several times

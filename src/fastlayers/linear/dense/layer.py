@@ -18,7 +18,7 @@ from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.device import Device, as_device
 from fastlayers.errors import check_choice, check_positive
 from fastlayers.linear.base import LinearBase, check_source, frozen
-from fastlayers.quant.bf12 import TOO_MANY, BF12Weights, pack_bf12, why_not_bf12
+from fastlayers.quant.bf12 import NO_MEMORY, TOO_MANY, BF12Weights, pack_bf12, why_not_bf12
 from fastlayers.quant.coded_rows import watched
 from fastlayers.registry import REPEATS, Backend, Registry, reference_backend, triton_backend
 
@@ -187,14 +187,18 @@ class Linear(LinearBase):
         one's is added. A weight that lies in the same place is not packed again.
         """
         cfg, weight = self.cfg, self._parameters.get("weight")
-        self.forget_copy()
+        if self.serving_one_token is not None:
+            self.weights_changed()  # a captured step may read the copy
         if weight is None:
             return "the weight is computed, pruned or parametrized"
         if why := LINEAR.named("triton").why_not(cfg, as_device(weight.device)) or why_not_bf12(weight):
             return why
         packed, place = {} if packed is None else packed, (weight.data_ptr(), weight.shape)
         if place not in packed:
-            packed[place] = pack_bf12(weight)
+            try:
+                packed[place] = pack_bf12(weight)
+            except (torch.OutOfMemoryError, MemoryError):
+                return NO_MEMORY
         if (copy := packed[place]) is None:
             return TOO_MANY
         bf12 = import_module("fastlayers.linear.dense.triton_bf12").BF12Linear(copy, cfg.y_dtype)
