@@ -6,7 +6,7 @@ import copy
 import pickle
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ import torch
 import fastlayers as fl
 from fastlayers.errors import ArgumentError
 from fastlayers.linear.dense import triton_bf12
-from fastlayers.patching import capturable, decode
+from fastlayers.patching import capturable, decode, head
 from fastlayers.patching.bf12 import BF12Copies
 from fastlayers.quant import bf12
 
 sys.path.insert(0, str(Path(__file__).parent))
-from tiny import build, eager_graphs, prompt
+from tiny import GQA, VOCAB, build, eager_graphs, prompt
 
 NEW = 6
 ASKED: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "min_new_tokens": NEW, "pad_token_id": 0}
@@ -36,19 +36,19 @@ def graphs_and_copies_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Return the shapes of what is multiplied by copies from now on."""
+    """Return the rows of what is multiplied by copies from now on, and of the copies."""
     found, product = list[tuple[int, ...]](), triton_bf12.linear_bf12
 
-    def noted(x: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
-        found.append(tuple(x.shape))
-        return product(x, *rest, **more)
+    def noted(x: torch.Tensor, weight: bf12.BF12Weights, *rest: Any, **more: Any) -> torch.Tensor:
+        found.append((x.numel() // x.shape[-1], len(weight.words)))
+        return product(x, weight, *rest, **more)
 
     monkeypatch.setattr(triton_bf12, "linear_bf12", noted)
     return found
 
 
-def patched(**options: Any) -> Any:
-    model = build("qwen3").to(torch.bfloat16)
+def patched(tied: bool = False, **options: Any) -> Any:
+    model = build("qwen3", tie_word_embeddings=tied).to(torch.bfloat16)
     fl.patch(model, cuda_graph=True, **options)
     return model
 
@@ -69,12 +69,65 @@ def test_one_row_reads_copies_and_several_do_not(products: list[tuple[int, ...]]
     model, plain = patched(bf12=True), patched()
     wanted, found = logits_of(plain), logits_of(model)
     assert not copies_of(plain).wanted and copies_of(model).nbytes > 0
-    assert products and {shape[0] for shape in products} == {1}
+    assert products and {rows for rows, _ in products} == {1}
     # The same weights, in sums of another order: a few roundings to bfloat16 apart.
     assert (found - wanted).abs().max() <= 2**-5 * wanted.abs().max()
     products.clear()
     logits_of(model, rows=3)
     assert not products
+
+
+@pytest.fixture
+def of_the_head_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the largest weight alone be copied: fewer products are interpreted."""
+    monkeypatch.setattr(bf12, "LEAST", VOCAB * 64)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_reads_a_copy(tied: bool, products: list[tuple[int, ...]], of_the_head_alone: None) -> None:
+    model, plain = patched(tied, bf12=True), patched(tied)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+    wanted, found = (each.generate(**prompt(1, 20), **ASKED) for each in (plain, model))
+    assert set(products) == {(1, VOCAB)} and len(products) >= NEW - 1
+    assert torch.equal(found, wanted) and len(set(found[0, -NEW:].tolist())) > 2
+
+
+@pytest.mark.parametrize("name", ["v2", "v3", *GQA])
+def test_the_head_of_each_family_is_behind_its_decoder(name: str) -> None:
+    model = build(name)
+    assert head.direct(model)
+    assert not head.direct(model.model)
+
+
+def halved(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def half(*args: Any, **inputs: Any) -> Any:
+        out = forward(*args, **inputs)
+        out.logits = out.logits / 2
+        return out
+
+    return half
+
+
+def wrap(model: Any) -> None:
+    model.forward = halved(model.forward)
+
+
+def derive(model: Any) -> None:
+    model.__class__ = type("Halved", (type(model),), {"forward": halved(type(model).forward)})
+
+
+@pytest.mark.parametrize("change", [wrap, derive])
+def test_what_somebody_put_around_the_head_runs(
+    change: Callable[[Any], None], products: list[tuple[int, ...]], of_the_head_alone: None
+) -> None:
+    model, plain = patched(bf12=True), patched()
+    whole = logits_of(plain)
+    for each in (model, plain):
+        change(each)
+    found, wanted = logits_of(model), logits_of(plain)
+    assert not products and int(decode.driver_of(model).replays) == NEW - 1  # type: ignore[union-attr]
+    assert torch.equal(found, wanted) and torch.equal(2 * found, whole)
 
 
 def edit(weight: torch.Tensor) -> None:
@@ -95,6 +148,7 @@ def test_an_edited_weight_is_seen_by_the_next_call(
         with torch.no_grad():
             change(each.model.layers[0].mlp.down_proj.weight)
             change(each.model.layers[1].self_attn.q_proj.weight)  # a part of a buffer
+            change(each.lm_head.weight)
     products.clear()
     wanted, found = logits_of(plain), logits_of(model)
     assert products and (wanted - before).abs().max() > 2**-3 * wanted.abs().max()

@@ -16,7 +16,7 @@ import transformers
 from transformers.models.llama4 import modeling_llama4
 
 import fastlayers as fl
-from fastlayers.patching import capturable, decode, plan
+from fastlayers.patching import capturable, decode, head, plan
 from fastlayers.patching.prefill import ExtendKey
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -117,7 +117,9 @@ def test_bf16_stays_as_near() -> None:
 
 
 def test_what_is_replaced() -> None:
-    report = fl.patch(model_of())
+    model = model_of()
+    report = fl.patch(model)
+    assert head.direct(model)
     kinds = [entry.kind for entry in report.replaced if entry.action == "swapped"]
     # Dense MLPs in two layers; in the two others a shared expert, the router, the experts and what asks them.
     counts = {"attention": LAYERS, "mlp": LAYERS, "norm": 2 * LAYERS + 1, "moe": 2 * 3}

@@ -8,6 +8,7 @@ guard.py comparison.py         what a patched module must still be for that
 norm.py mlp.py … mla.py        the layers themselves; packing.py: several linears of one input as one product
 decode.py prefill.py step.py   `generate` as replays of captured graphs, over the pages of paged.py
 capturable.py                  of which models, and why not
+bf12.py head.py                weights in 12 bits for steps of one row, the head's too
 """
 
 from fastlayers.patching.apply import patch, patched, unpatch

@@ -78,8 +78,8 @@ def patch(
     overlap : bool, optional
         Launch the next greedy step before it is asked for, and again if it is another then. Default: ``cuda_graph``.
     bf12 : bool
-        With ``cuda_graph``: captured steps of one row read layers' large bfloat16 linears in 12 bits a weight, without
-        loss; the copies take 0.75 of their memory (:func:`fastlayers.store_bf12`).
+        With ``cuda_graph``: captured steps of one row read large bfloat16 linears, the head's too, in 12 bits a weight,
+        without loss; the copies take 0.75 of their memory (:func:`fastlayers.store_bf12`).
 
     Returns
     -------

@@ -32,6 +32,7 @@ from fastlayers.patching.capturable import attention_layers, fingerprint, why_no
 from fastlayers.patching.classes import RECORDED, swap, unswap
 from fastlayers.patching.comparison import recorded
 from fastlayers.patching.decoder import FastDecoderLayer, decoder_of, fusible
+from fastlayers.patching.head import logits_of
 from fastlayers.patching.mla import FastMLA
 from fastlayers.patching.overlap import Overlap, nothing_foreign
 from fastlayers.patching.paged import CacheLease, CachePool, CacheStore, PagedCache, capacity_bucket, weak_method
@@ -438,12 +439,7 @@ class DecodeDriver(CapturedSteps):
         cache.step = step
         try:
             step.begin()
-            out = self.root(
-                input_ids=step.ids, position_ids=step.positions, attention_mask=step.mask, past_key_values=cache,
-                use_cache=True, logits_to_keep=step.kept, return_dict=True,
-            )  # fmt: skip
-            logits: torch.Tensor = out.logits
-            return logits
+            return logits_of(self.root, step, cache)
         finally:
             cache.step = None
             step.end()

@@ -60,4 +60,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
         for family in (f"{_V2}DeepseekV2", f"{_V3}DeepseekV3", _Q2, _Q2M, _Q3, _Q3M, _LLAMA)
     },
     **{f"{family}MLP": ("7d2027d4464e3e71",) for family in (_Q2, _Q2M, _Q3, _Q3M, _LLAMA)},
+    **{
+        f"{family}ForCausalLM": ("30455d0ea27cee0c",)
+        for family in (f"{_V2}DeepseekV2", f"{_V3}DeepseekV3", _Q2, _Q3, _LLAMA)
+    },
+    **{f"{family}ForCausalLM": ("83f8eb78ac5b57b3",) for family in (_Q2M, _Q3M, _OSS)},
+    f"{_LLAMA4}ForCausalLM": ("5bd5ad78fe2fb5c2",),
 }
