@@ -103,10 +103,10 @@ def by(variant: str, models: dict[str, Any], ids: torch.Tensor) -> Any:
     """Return the model of a variant, which overlaps steps from now on, or not, and reads bf12 copies, or not."""
     model = models[variant]
     if (driver := decode.driver_of(model)) is not None:
-        driver.overlapping = variant in ("overlap", "bf12")
-        if driver.copies.wanted != (variant == "bf12"):
-            driver.clear()
-            driver.copies.wanted = variant == "bf12"
+        before, chosen = driver.chosen, (variant in ("overlap", "bf12"), variant == "bf12")
+        driver.choose(*chosen)
+        if before[1] != chosen[1]:
+            driver.drop_others()
             for _ in range(2):  # captures anew
                 seconds(model, ids, LONG, VARIANTS[variant])
     return model

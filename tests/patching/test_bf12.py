@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import fastlayers as fl
 from fastlayers.errors import ArgumentError
 from fastlayers.linear.dense import triton_bf12
-from fastlayers.patching import capturable, decode, head
+from fastlayers.patching import apply, capturable, decode, head
 from fastlayers.patching.bf12 import BF12Copies
 from fastlayers.quant import bf12
 
@@ -179,6 +180,53 @@ def test_copies_of_a_model_and_second_patches_say_whether(products: list[tuple[i
     products.clear()
     logits_of(model)
     assert not products
+
+
+def state_of(model: Any) -> tuple[Any, ...]:
+    """Return what a model's steps are made by, and what was made for them."""
+    driver = decode.driver_of(model)
+    assert driver is not None
+    return id(driver), driver.chosen, driver.copies.nbytes, [each.key for each in driver.ledger]
+
+
+@pytest.mark.parametrize("where", ["captured", "_watch"])
+def test_a_second_patch_that_fails_changes_nothing(
+    where: str, products: list[tuple[int, ...]], of_the_head_alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = patched(bf12=True, overlap=False), build("qwen3").bfloat16()
+    logits_of(one)  # prompts are replayed from the second on
+    wanted, before = logits_of(one), state_of(one)
+    stock = {name: (type(module), sorted(vars(module))) for name, module in other.named_modules()}
+    place = capturable if where == "captured" else apply
+    right, calls = getattr(place, where), []
+
+    def failing(*given: Any) -> Any:
+        calls.append(given)
+        if where == "_watch" or other in given:
+            raise RuntimeError("out of memory")
+        return right(*given)
+
+    monkeypatch.setattr(place, where, failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fl.patch(nn.ModuleList([one, other]), cuda_graph=True)
+    assert len(calls) == (2 if where == "captured" else 1)
+    assert {name: (type(module), sorted(vars(module))) for name, module in other.named_modules()} == stock
+    assert state_of(one) == before and before[1] == (False, True) and before[2] and before[3]
+    products.clear()
+    assert torch.equal(logits_of(one), wanted) and products and state_of(one) == before
+
+
+def test_the_context_manager_gives_back_what_was_chosen(
+    products: list[tuple[int, ...]], of_the_head_alone: None
+) -> None:
+    model = patched(bf12=True, overlap=False)
+    wanted = logits_of(model)
+    with fl.patched(model, cuda_graph=True):
+        assert state_of(model)[1:] == ((True, False), 0, [])
+        logits_of(model)
+    assert state_of(model)[1:] == ((False, True), 0, [])
+    products.clear()
+    assert torch.equal(logits_of(model), wanted) and products
 
 
 def test_steps_that_are_not_captured_read_no_copies() -> None:

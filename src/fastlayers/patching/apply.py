@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 
 from torch import nn
@@ -163,9 +164,7 @@ def _patch(model: nn.Module, options: Options, attach: partial[Any] | None, dry_
     _check(steps, options)
     if dry_run:
         return PatchReport(tuple(_planned(steps, options)), dry_run=True)
-    report = PatchReport(tuple(_apply_or_undo(model, steps, options, attach)))
-    _watch(report, model, steps)
-    return report
+    return _apply_or_undo(model, steps, options, attach)
 
 
 def _planned(steps: list[Step], options: Options) -> Iterator[PatchEntry]:
@@ -204,18 +203,21 @@ def _kinds(asked: Mapping[str, Any], backend: str) -> dict[str, str | None]:
     return kinds
 
 
-def _apply_or_undo(
-    model: nn.Module, steps: list[Step], options: Options, attach: partial[Any] | None
-) -> list[PatchEntry]:
+def _apply_or_undo(model: nn.Module, steps: list[Step], options: Options, attach: partial[Any] | None) -> PatchReport:
+    drivers = []
     with ExitStack() as undo:
         entries = _apply(model, steps, options, undo)
         if attach is not None:
             names = {id(module): name for name, module in model.named_modules()}
             for root in (root for root in _roots(model) if hasattr(root, "_sample")):
-                attach(root, undo)
+                drivers.append(attach(root, undo))
                 entries.append(capturable.captured(names[id(root)], root))
+        report = PatchReport(tuple(entries))
+        _watch(report, model, steps)
         undo.pop_all()
-    return entries
+    for driver in drivers:
+        driver.drop_others()
+    return report
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
@@ -335,11 +337,14 @@ def unpatch(model: nn.Module) -> None:
     _undo(_unwrap(model))
 
 
-def _undo(model: nn.Module, kept: frozenset[int] = frozenset()) -> None:
-    """Undo what was patched; ``kept``: what stays, by :func:`_numbers`."""
+def _undo(model: nn.Module, kept: Mapping[int, Any] = MappingProxyType({})) -> None:
+    """Undo what was patched; ``kept``: what stays, by :func:`_known`, drivers with what they had chosen."""
     for root in _roots(model):
         driver = decode.driver_of(root)
-        if driver is not None and id(driver) not in kept:
+        if driver is not None and id(driver) in kept:
+            driver.choose(*kept[id(driver)])
+            driver.drop_others()
+        elif driver is not None:
             driver.detach()
         for name in _BATCHING:
             found = root.__dict__.get(name)
@@ -350,12 +355,13 @@ def _undo(model: nn.Module, kept: frozenset[int] = frozenset()) -> None:
             unswap(module)
 
 
-def _numbers(model: nn.Module) -> frozenset[int]:
-    """Return the number of each module, driver and stand-in that is patched or ours already."""
+def _known(model: nn.Module) -> dict[int, Any]:
+    """Return the number of each module, driver and stand-in that is patched or ours already; what drivers chose."""
     found: list[Any] = [module for module in model.modules() if is_patched(module)]
     for root in _roots(model):
         found += [decode.driver_of(root), *(root.__dict__.get(name) for name in _BATCHING)]
-    return frozenset(id(each) for each in found if each is not None)
+    chosen = {id(each): each.chosen for each in found if isinstance(each, decode.DecodeDriver)}
+    return {id(each): chosen.get(id(each)) for each in found if each is not None}
 
 
 @contextmanager
@@ -364,7 +370,7 @@ def patched(model: nn.Module, **options: Any) -> Iterator[PatchReport]:
 
     Takes the arguments of :func:`patch` and gives its report.
     """
-    before = _numbers(_unwrap(model)) if isinstance(model, nn.Module) else frozenset()
+    before = _known(_unwrap(model)) if isinstance(model, nn.Module) else {}
     report = patch(model, **options)
     try:
         yield report

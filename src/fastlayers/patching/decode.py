@@ -159,6 +159,20 @@ class DecodeDriver(CapturedSteps):
         what = f"prefill of {key.tokens} tokens" if isinstance(key, ExtendKey) else "decode"
         return f"{what}, batch {key[0]}, capacity {key[1]}"
 
+    @property
+    def chosen(self) -> tuple[bool, bool]:
+        """Whether steps overlap, and whether those of one row read bf12 copies."""
+        return self.overlapping, self.copies.wanted
+
+    def choose(self, overlapping: bool, bf12: bool) -> None:
+        """Make steps so from now on; graphs and copies of another choice stay until :meth:`drop_others`."""
+        self.overlapping, self.copies.wanted = overlapping, bf12
+
+    def drop_others(self) -> None:
+        """Drop the graphs and copies of another choice; the next call of generate does, too."""
+        if self._weights and self._weights[-1] != self.copies.wanted:
+            self.clear()
+
     def attach(self) -> None:
         """Override the methods on the instance."""
         self._before = self.root.__dict__.get("generate")
@@ -211,7 +225,7 @@ class DecodeDriver(CapturedSteps):
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
         layers = attention_layers(self.root)
-        weights = fingerprint(self.root)
+        weights = *fingerprint(self.root), self.copies.wanted
         if self.copies.stale(self.root) or weights != self._weights:
             self.clear()
             # The next ones may be on another device.
@@ -467,16 +481,14 @@ def attach(
     root : PreTrainedModel
         Patched already.
     undo : ExitStack
-        Gets what undoes this, should a later step of the patch fail.
+        Gets what undoes this, should a later step of the patch fail; else see :meth:`DecodeDriver.drop_others`.
     make_graphs, core, overlapping, bf12
         As for :class:`DecodeDriver`; by default CUDA graphs, and the best cores that can be captured.
     """
     driver = driver_of(root)
     if driver is not None:
-        driver.overlapping = overlapping
-        if driver.copies.wanted != bf12:
-            driver.clear()
-            driver.copies.wanted = bf12
+        undo.callback(driver.choose, *driver.chosen)
+        driver.choose(overlapping, bf12)
         return driver
     for layer in getattr(decoder_of(root), "layers", ()):
         if fusible(layer):
