@@ -99,14 +99,29 @@ def extreme_rank(k: int) -> int:
     return max(rank, 1)
 
 
-def divergence(reference: Sequence[torch.Tensor], logits: Logits, texts: Sequence[Sequence[int]]) -> Divergence:
-    """Compare with the reference's logits, ``[len(text), vocab]`` for each text, on any device."""
-    found, agree, before = [], 0, set[tuple[int, ...]]()
-    for wanted, ids in zip(reference, texts, strict=True):
-        contexts = [tuple(ids[: end + 1]) for end in range(len(ids))]
-        new = [index for index, context in enumerate(contexts) if context not in before]
-        before.update(contexts)
-        p, q = (x[new].double().log_softmax(-1) for x in (wanted, logits(ids).to(wanted.device)))
+def shared_starts(texts: Sequence[Sequence[int]]) -> list[int]:
+    """Return with how many tokens each text begins as one before it does: its contexts that have been counted."""
+    after: dict[tuple[int, int], int] = {}  # (context, token) -> the context that is one longer
+    found = []
+    for ids in texts:
+        context = shared = 0
+        for token in ids:
+            shared += (context, token) in after
+            context = after.setdefault((context, token), len(after) + 1)
+        found.append(shared)
+    return found
+
+
+def divergence(
+    reference: Sequence[torch.Tensor], logits: Logits, texts: Sequence[Sequence[int]], shared: Sequence[int]
+) -> Divergence:
+    """Compare with the reference's logits, ``[len(text), vocab]`` for each text, on any device.
+
+    ``shared``: of :func:`shared_starts`.
+    """
+    found, agree = [], 0
+    for wanted, ids, start in zip(reference, texts, shared, strict=True):
+        p, q = (x[start:].double().log_softmax(-1) for x in (wanted, logits(ids).to(wanted.device)))
         found.append((p.exp() * (p - q)).sum(-1))
         agree += int((p.argmax(-1) == q.argmax(-1)).sum())
     kl = torch.cat(found)
@@ -143,13 +158,14 @@ class Yardstick:
         if format not in ("none", "mxfp4"):
             self.path = Path(self._folders.name) / "fp32"
             dequantize_checkpoint(path, self.path, torch.float32)
+        self._shared = shared_starts(self.texts)
         stock = _Stock(self.path, torch.float32, device)
         self.reference = [stock.logits(ids).cpu() for ids in self.texts]
         self._found: dict[Rounding, Divergence] = {}
 
     def of(self, logits: Logits) -> Divergence:
         """Return how far these logits are from fp32."""
-        return divergence(self.reference, logits, self.texts)
+        return divergence(self.reference, logits, self.texts, self._shared)
 
     def with_rounding(self, rounding: Rounding) -> Divergence:
         """Return how far stock transformers is with this rounding and no other."""

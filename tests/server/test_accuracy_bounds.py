@@ -169,7 +169,7 @@ def test_the_bound_is_the_sum_of_its_roundings(monkeypatch: pytest.MonkeyPatch) 
 
 def test_divergence_is_that_of_its_definition() -> None:
     p, q = torch.tensor([[0.5, 0.25, 0.25], [0.9, 0.05, 0.05]]), torch.tensor([[0.25, 0.5, 0.25], [0.9, 0.05, 0.05]])
-    found = divergence.divergence([p.log()], lambda ids: q.log() + 3, [[1, 2]])
+    found = divergence.divergence([p.log()], lambda ids: q.log() + 3, [[1, 2]], [0])
     first = 0.5 * torch.tensor(2.0).log().item() - 0.25 * torch.tensor(2.0).log().item()
     assert found.mean == pytest.approx(first / 2) and found.p99 == pytest.approx(0.99 * first)
     assert found.top1 == 0.5 and found.extreme == pytest.approx(first)
@@ -186,11 +186,32 @@ def test_a_context_that_texts_share_counts_once() -> None:
     p = torch.tensor([[0.5, 0.5], [0.9, 0.1], [0.2, 0.8]]).log()
     q = torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.8, 0.2]]).log()
     texts, rows = [[1, 2], [1, 3], [2, 2]], [[0, 1], [0, 2], [2, 1]]
-    found = divergence.divergence([p[row] for row in rows], lambda ids: q[rows[texts.index(ids)]], texts)
+    shared = divergence.shared_starts(texts)
+    found = divergence.divergence([p[row] for row in rows], lambda ids: q[rows[texts.index(ids)]], texts, shared)
     each = (p.exp() * (p - q)).sum(-1)
     # [1], [1 2], [1 3], [2] and [2 2]: five contexts of six positions.
     assert found.mean == pytest.approx(float(each[[0, 1, 2, 2, 1]].double().mean()), rel=1e-6)
     assert found.top1 == pytest.approx(3 / 5)
+
+
+def test_contexts_are_told_apart_by_all_their_tokens() -> None:
+    texts = [[1, 2, 3], [1, 2, 4, 3], [2, 2, 3], [1, 2, 4], [1, 2, 3], []]
+    assert divergence.shared_starts(texts) == [0, 2, 0, 3, 3, 0]
+    # As counted one by one, with few tokens, of which many texts begin alike.
+    draws = torch.randint(2, (200, 6), generator=torch.Generator().manual_seed(0)).tolist()
+    before, counted = set[tuple[int, ...]](), []
+    for ids in draws:
+        contexts = [tuple(ids[: end + 1]) for end in range(len(ids))]
+        counted.append(sum(context in before for context in contexts))
+        before.update(contexts)
+    assert divergence.shared_starts(draws) == counted and 0 < sum(counted) < 1200
+
+
+def test_shared_contexts_are_found_once_for_all_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    stick = yardstick("gpt_oss")
+    monkeypatch.delattr(divergence, "shared_starts")
+    same = stick.of(lambda ids: stick.reference[stick.texts.index(list(ids))])
+    assert same == Divergence(0.0, 0.0, 1.0, 0.0, 0.0)
 
 
 def test_another_draws_percentile_exceeds_the_extreme_once_in_a_hundred() -> None:
