@@ -40,8 +40,12 @@ def register(
             str, typer.Argument(help="Checkpoint directory, or a name on the Hugging Face hub; 'tiny': what ships.")
         ] = "tiny",
         variants: Annotated[
-            str, typer.Option(help="Comma separated, or 'all'; a wrong name lists them.")
-        ] = "hf,patched,fastlayers",
+            str | None,
+            typer.Option(
+                help="Comma separated, or 'all'; a wrong name lists them. Default: what can be had of "
+                "hf,patched,fastlayers."
+            ),
+        ] = None,
         limit: Annotated[int, typer.Option(min=1, max=1000, help="How many of the 1,000 held-out problems.")] = 1000,
         num_stories: Annotated[
             int, typer.Option("--stories", min=1, help="Stories for the perplexity and the divergence.")
@@ -71,15 +75,17 @@ def register(
         from fastlayers_server.evaluate import as_json as scores_as_json
         from fastlayers_server.evaluate import evaluate as run
         from fastlayers_server.evaluate import run_facts
-        from fastlayers_server.variants import VARIANTS, named_variants
+        from fastlayers_server.variants import VARIANTS, named_variants, usual_variants
 
-        chosen = named_variants(list(VARIANTS) if variants == "all" else [v.strip() for v in variants.split(",")])
+        names = [] if variants is None else [name.strip() for name in variants.split(",")]
+        named = None if names in ([], ["all"]) else named_variants(names)
         path, place = find(checkpoint), device_named(device)
+        chosen = named or (list(VARIANTS.values()) if names else usual_variants(path, place))
         written_to = None if result is None else check_output("--out", result)
         if check and not divergence:
             raise ArgumentError("eval", "--check", "with --no-divergence, so there is no bound", "one of the two")
         lacking = {v.name: why for v in chosen if (why := v.why_not(path, place)) is not None}
-        if lacking and variants != "all":
+        if lacking and named:
             name, why = next(iter(lacking.items()))
             raise ArgumentError("eval", "--variants", f"{name!r}, {why}", "'all' for those that apply, or their names")
         failed: dict[str, str] = {}

@@ -36,7 +36,7 @@ class Score:
     hard set's conversations (``None``: none asked). ``perplexity`` and the KL divergence from stock transformers in
     fp32 over the stories, with what this format may reach (see :mod:`fastlayers_server.divergence`); ``within``: it
     did not go beyond (``None``: the row says what the bound is, or nothing was measured). ``backends``: of each kind
-    of layer, what computed.
+    of layer, what computed. ``baseline``: see :meth:`Variant.against`.
     """
 
     variant: str
@@ -124,12 +124,13 @@ def evaluate(
             omit(variant, error)
             continue
         answers[variant.name] = given
-        before = answers.get(variant.baseline) if variant.baseline else None
+        baseline = variant.against(path, device)
+        before = answers.get(baseline) if baseline else None
         flips = None if before is None else sum(a != b for a, b in zip(given, before, strict=True))
         mean, p99, top1 = (far.mean, far.p99, far.top1) if far is not None else (None, None, None)
         scores.append(
             Score(
-                variant.name, variant.description, variant.baseline, right / len(given), perplexity, len(given),
+                variant.name, variant.description, baseline, right / len(given), perplexity, len(given),
                 flips, time.perf_counter() - begin, sum(hard) / len(hard) if hard else None, len(hard),
                 mean, bound[0], p99, bound[1], top1, _within(far, bound), backends_of(runner.model),
             )

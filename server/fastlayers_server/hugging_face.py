@@ -9,12 +9,35 @@ from typing import Any
 import torch
 
 from fastlayers.errors import CheckpointError
-from fastlayers_models.checkpoint import CONFIG, read_json
+from fastlayers.quant.spec import QuantSpec
+from fastlayers_models.checkpoint import CONFIG, Checkpoint, read_json
 
 
 def reason_of(error: Exception) -> str:
     """Return what another library raised, as one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def misread(path: Path) -> str | None:
+    """Return what a checkpoint is that transformers would take for other weights, or would not take; else ``None``.
+
+    That are int8 codes as ``fastlayers convert`` writes them, and ragged FP8 blocks: it infers the size of all blocks
+    of a matrix from how many scales there are. What else it cannot load it says itself.
+    """
+    config = read_json(path / CONFIG).get("quantization_config")
+    if isinstance(config, dict) and config.get("quant_method") == "int8":
+        return "int8, which transformers does not know: it takes the codes for weights"
+    spec = QuantSpec.from_config(config) if isinstance(config, dict) and config.get("quant_method") == "fp8" else None
+    if spec is None or spec.format != "fp8_block":
+        return None
+    checkpoint, ending = Checkpoint(path), "_scale_inv"
+    for name in checkpoint.names():
+        owner = name.removesuffix(ending)
+        if name.endswith(ending) and owner in checkpoint.file_of:
+            sizes = checkpoint.shape(owner)[-2:]
+            if any(size > block and size % block for size, block in zip(sizes, spec.block_size, strict=False)):
+                return f"in FP8 blocks, the last of {owner} {list(sizes)} smaller: transformers takes all for alike"
+    return None
 
 
 def load_hugging_face(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
@@ -23,10 +46,10 @@ def load_hugging_face(path: Path, dtype: torch.dtype, device: torch.device) -> A
     Raises
     ------
     CheckpointError
-        transformers cannot read it; whatever it raised is named. Or it would take int8 codes for weights.
+        transformers cannot read it; whatever it raised is named. Or it would take it for other weights.
     """
-    if (read_json(path / CONFIG).get("quantization_config") or {}).get("quant_method") == "int8":
-        raise CheckpointError(f"{path}: int8, which transformers does not know: it takes the codes for weights")
+    if (why := misread(path)) is not None:
+        raise CheckpointError(f"{path}: {why}")
     import transformers
     from transformers.utils import logging
 

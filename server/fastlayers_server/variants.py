@@ -11,15 +11,15 @@ import torch
 
 import fastlayers as fl
 from fastlayers.attention.meta import AttentionBatch, AttentionState, whole_pages
-from fastlayers.errors import UnknownNameError
-from fastlayers.quant.spec import QuantSpec
+from fastlayers.errors import UnknownNameError, dtype_name
+from fastlayers.quant.spec import FORMATS, QuantSpec
 from fastlayers.runtime.held_directory import make
 from fastlayers_models.auto import AutoModel
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.convert import convert_to_fp8_block, dequantize_checkpoint
 from fastlayers_server.engine.config import EngineConfig
 from fastlayers_server.front.tokens import TokenText
-from fastlayers_server.hugging_face import load_hugging_face
+from fastlayers_server.hugging_face import load_hugging_face, misread
 from fastlayers_server.llm import LLM, Params
 
 # What a format rounds; the module divergence tells stock transformers to do the same.
@@ -118,7 +118,8 @@ class Variant:
 
     ``formats``: the formats of checkpoints that it can be made from (see :class:`fastlayers.QuantSpec`); empty: any.
     ``roundings``: what its numbers lose against the checkpoint in fp32 (see :mod:`fastlayers_server.divergence`);
-    ``None``: it is one of those that say how much that is. ``devices``: where it can run; empty: anywhere.
+    ``None``: it is one of those that say how much that is. ``devices``: where it can run; empty: anywhere. ``stock``:
+    transformers reads the checkpoint as it is.
     """
 
     name: str
@@ -129,11 +130,14 @@ class Variant:
     formats: tuple[str, ...] = ()
     roundings: tuple[Rounding, ...] | None = None
     devices: tuple[str, ...] = ()
+    stock: bool = False
 
     def why_not(self, path: Path, device: torch.device) -> str | None:
         """Return why there is no such row for this checkpoint and this device, or ``None``."""
         if self.devices and device.type not in self.devices:
             return f"which runs on {' or '.join(self.devices)} alone: elsewhere kernels of its format multiply in bf16"
+        if self.stock and (why := misread(path)) is not None:
+            return f"for which transformers reads the checkpoint, and this one is {why}"
         format = QuantSpec.from_config(Checkpoint(path).config.get("quantization_config")).format
         if not self.formats or format in self.formats:
             return None
@@ -142,6 +146,12 @@ class Variant:
             f"made from a checkpoint that is {kinds}, and this one is {'unquantised' if format == 'none' else format}"
         )
 
+    def against(self, path: Path, device: torch.device) -> str | None:
+        """Return the row that this one must agree with: its baseline, or what stands in where there is none such."""
+        stand_in = STAND_INS.get(self.baseline or "")
+        missing = stand_in is not None and VARIANTS[str(self.baseline)].why_not(path, device) is not None
+        return stand_in if missing else self.baseline
+
 
 def _fp8_folder(path: Path) -> Path:
     folder = make("fastlayers-fp8-") / "fp8"
@@ -149,14 +159,18 @@ def _fp8_folder(path: Path) -> Path:
     return folder
 
 
-def _bf16_folder(path: Path) -> Path:
-    folder = make("fastlayers-bf16-") / "bf16"
-    dequantize_checkpoint(path, folder)
+def _multiplied_out(path: Path, dtype: torch.dtype) -> Path:
+    folder = make("fastlayers-dequantised-") / dtype_name(dtype)
+    dequantize_checkpoint(path, folder, dtype)
     return folder
 
 
 def _stock(dtype: torch.dtype) -> Callable[[Path, torch.device], Runner]:
     return lambda path, device: HuggingFaceRunner(path, dtype, device, patch=False)
+
+
+def _stock_multiplied_out(dtype: torch.dtype) -> Callable[[Path, torch.device], Runner]:
+    return lambda path, device: HuggingFaceRunner(_multiplied_out(path, dtype), dtype, device, patch=False)
 
 
 def _patched(dtype: torch.dtype) -> Callable[[Path, torch.device], Runner]:
@@ -169,18 +183,29 @@ def _ours(dtype: torch.dtype) -> Callable[[Path, torch.device], Runner]:
 
 BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 _PLAIN, _MXFP4, _CPU = ("none",), ("mxfp4",), ("cpu",)
+# Transformers itself multiplies MXFP4 out.
+_CODED = tuple(format for format in FORMATS if format not in (*_PLAIN, *_MXFP4))
 VARIANTS = {
     v.name: v
     for v in (
-        Variant("hf", "Hugging Face, bf16", None, False, _stock(BF16)),
-        Variant("hf-fp32", "Hugging Face, fp32", None, False, _stock(FP32)),
-        Variant("patched", "patched, bf16", "hf", False, _patched(BF16), roundings=("bf16",)),
-        Variant("patched-fp32", "patched, fp32", "hf-fp32", False, _patched(FP32), roundings=()),
+        Variant("hf", "Hugging Face, bf16", None, False, _stock(BF16), stock=True),
+        Variant("hf-fp32", "Hugging Face, fp32", None, False, _stock(FP32), stock=True),
+        Variant(
+            "hf-dequantised", "Hugging Face, bf16 with the weights dequantised", None, False,
+            _stock_multiplied_out(BF16), _CODED,
+        ),
+        Variant(
+            "hf-dequantised-fp32", "Hugging Face, fp32 with the weights dequantised", None, False,
+            _stock_multiplied_out(FP32), _CODED,
+        ),
+        Variant("patched", "patched, bf16", "hf", False, _patched(BF16), roundings=("bf16",), stock=True),
+        Variant("patched-fp32", "patched, fp32", "hf-fp32", False, _patched(FP32), roundings=(), stock=True),
         Variant("fastlayers", "fastlayers_models, bf16", "hf", False, _ours(BF16), roundings=("bf16",)),
         Variant("fastlayers-fp32", "fastlayers_models, fp32", "hf-fp32", False, _ours(FP32), roundings=()),
         Variant(
             "dequantised", "fastlayers_models, bf16 with the FP8 weights dequantised", None, False,
-            lambda p, d: FastlayersRunner(_bf16_folder(_fp8_folder(p)), BF16, d), _PLAIN, ("bf16", "fp8-weights"),
+            lambda p, d: FastlayersRunner(_multiplied_out(_fp8_folder(p), BF16), BF16, d), _PLAIN,
+            ("bf16", "fp8-weights"),
         ),
         Variant(
             "fp8-block", "fastlayers_models, FP8-block weights", "dequantised", True,
@@ -192,7 +217,7 @@ VARIANTS = {
         ),
         Variant(
             "mxfp4-dequantised", "fastlayers_models, bf16 with the MXFP4 weights dequantised", None, False,
-            lambda p, d: FastlayersRunner(_bf16_folder(p), BF16, d), _MXFP4, ("bf16",),
+            lambda p, d: FastlayersRunner(_multiplied_out(p, BF16), BF16, d), _MXFP4, ("bf16",),
         ),
         Variant(
             "mxfp4", "fastlayers_models, MXFP4 weights", "mxfp4-dequantised", True, _ours(BF16), _MXFP4, ("bf16",),
@@ -207,6 +232,19 @@ VARIANTS = {
         ),
     )
 }  # fmt: skip
+# The rows that take the place of others where transformers cannot read the checkpoint as it is.
+STAND_INS = {"hf": "hf-dequantised", "hf-fp32": "hf-dequantised-fp32"}
+USUAL = ("hf", "patched", "fastlayers")
+
+
+def usual_variants(path: Path, device: torch.device) -> list[Variant]:
+    """Return the variants of :data:`USUAL`, and behind those that this checkpoint does not have, what stands in."""
+    names = []
+    for name in USUAL:
+        names.append(name)
+        if name in STAND_INS and VARIANTS[name].why_not(path, device) is not None:
+            names.append(STAND_INS[name])
+    return [VARIANTS[name] for name in names]
 
 
 def named_variants(names: Sequence[str]) -> list[Variant]:

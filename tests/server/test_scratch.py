@@ -27,8 +27,8 @@ if not forked:
     time.sleep(60)
 """
 CONVERT = FORKS.format(
-    imports="from pathlib import Path\nfrom fastlayers_server.variants import _bf16_folder, _fp8_folder",
-    work=f"assert (_bf16_folder(_fp8_folder(Path({str(TINY)!r}))) / 'config.json').exists()",
+    imports="from pathlib import Path\nfrom fastlayers_server.variants import BF16, _fp8_folder, _multiplied_out",
+    work=f"assert (_multiplied_out(_fp8_folder(Path({str(TINY)!r})), BF16) / 'config.json').exists()",
 )
 START = FORKS.format(
     imports=(
