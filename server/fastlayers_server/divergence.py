@@ -31,15 +31,29 @@ rounding       what stock transformers is told
                each 128 values of a row
 ``fp8-weights``  the same weights, inputs as they are
 ``fp8-kv``     keys and values (of MLA: latents) in e4m3 where they enter its cache
-``fp8-inputs``  of a checkpoint in FP8 blocks: the inputs of its coded linears in e4m3, as above
+``fp8-inputs``  of a checkpoint in FP8: the inputs of its coded linears in e4m3, one scale for as many values of a row
+               as its blocks are wide, for a row, or for all rows of a call, as its format says
+``int8-inputs``  of a checkpoint in int8: the inputs of its coded linears in int8, one scale for each row
 =============  ========================================================================================
 
-MXFP4 has no row: its weights are exact in bf16, so the model is the checkpoint. fp32 has the floor: KL grows with the
-square of the unit round-off, (2⁻²⁴ / 2⁻⁹)² = 2⁻³⁰ of bf16's, and 16 times that lets sums of another order be four
-times as far off. The margin covers what the sum leaves out: errors of two roundings are not quite independent, and
-sums in bf16 have an order. ``tests/server/test_accuracy_bounds.py`` holds both sides of it: every sound variant of
-the shipped checkpoints stays within, and a wrong scale of one block, a halved expert and, in fp32, where no noise of
-bf16 covers it, a cache scale that is 2 % off or a single wrong exponent of MXFP4 go beyond.
+What a checkpoint's own format rounds counts with each variant of ours (:func:`own_roundings`), by :class:`QuantSpec`:
+
+=======================  ==============================================================================
+``none``                 nothing
+``mxfp4``                nothing: its weights are exact in bf16, so the model is the checkpoint
+``w4a16``, ``w8a16``,    nothing: inputs are as they are, and the weights are the checkpoint
+``fp8_w8a16``
+``fp8_block``            ``fp8-inputs``; that scales are powers of two shifts codes, and makes none coarser
+``int8``                 ``int8-inputs``
+``fp8_tensor``,          ``fp8-inputs`` where a call finds the scales; with those of the checkpoint there is no bound:
+``fp8_channel``          linears that are fused here take the largest of their parts', and stock transformers fuses none
+=======================  ==============================================================================
+
+fp32 has the floor: KL grows with the square of the unit round-off, (2⁻²⁴ / 2⁻⁹)² = 2⁻³⁰ of bf16's, and 16 times that
+lets sums of another order be four times as far off. The margin covers what the sum leaves out: errors of two roundings
+are not quite independent, and sums in bf16 have an order. ``tests/server/test_accuracy_bounds.py`` holds both sides of
+it: every sound variant of the shipped checkpoints stays within, and a wrong scale of one block, a halved expert and, in
+fp32, where no noise of bf16 covers it, a cache scale that is 2 % off or a single wrong exponent of MXFP4 go beyond.
 """
 
 from __future__ import annotations
@@ -70,7 +84,8 @@ FLOOR = 16 * 2.0**-30
 CHANCE, Z = 0.01, 2.33
 PERCENTILE = 0.99
 E4M3, GROUP = torch.float8_e4m3fn, 128
-E4M3_MAX, E4M3_SMALLEST = 448.0, 1e-10
+E4M3_MAX, SMALLEST = 448.0, 1e-10
+LARGEST = {E4M3: E4M3_MAX, torch.int8: 127.0}
 
 Logits = Callable[[Sequence[int]], torch.Tensor]
 
@@ -153,9 +168,9 @@ class Yardstick:
 
     def __init__(self, path: Path, texts: Sequence[Sequence[int]], device: torch.device) -> None:
         self._folders = tempfile.TemporaryDirectory(prefix="fastlayers-yardstick-")
-        format = QuantSpec.from_config(Checkpoint(path).config.get("quantization_config")).format
+        self._spec = QuantSpec.from_config(Checkpoint(path).config.get("quantization_config"))
         self.path, self.texts, self.device, self._coded = path, [list(ids) for ids in texts], device, path
-        if format not in ("none", "mxfp4"):
+        if self._spec.format not in ("none", "mxfp4"):
             self.path = Path(self._folders.name) / "fp32"
             dequantize_checkpoint(path, self.path, torch.float32)
         self._shared = shared_starts(self.texts)
@@ -186,45 +201,75 @@ class Yardstick:
             return _Stock(self.path, torch.bfloat16, self.device)
         if rounding == "fp8-kv":
             return _Stock(self.path, torch.float32, self.device, cache=True)
-        if rounding == "fp8-inputs":
-            return _Stock(self.path, torch.float32, self.device, inputs=_coded_linears(self._coded))
+        if rounding in ("fp8-inputs", "int8-inputs"):
+            inputs = _Inputs.of(self._spec, _coded_linears(self._coded))
+            return _Stock(self.path, torch.float32, self.device, inputs=inputs)
         packed, plain = Path(self._folders.name) / "fp8", Path(self._folders.name) / "fp8-fp32"
         if not plain.exists():
             convert_to_fp8_block(self.path, packed, include_ragged=True)
             dequantize_checkpoint(packed, plain, torch.float32)
-        names = _coded_linears(packed) if rounding == "fp8-block" else set()
-        return _Stock(plain, torch.float32, self.device, inputs=names)
+        names = _coded_linears(packed) if rounding == "fp8-block" else frozenset()
+        return _Stock(plain, torch.float32, self.device, inputs=_Inputs(names))
 
 
 def own_roundings(path: Path) -> tuple[Rounding, ...] | None:
     """Return what our models round of a checkpoint's own format, beside its weights; ``None``: no bound counts that."""
     spec = QuantSpec.from_config(Checkpoint(path).config.get("quantization_config"))
-    if spec.format == "fp8_block" and spec.block_size[1] == GROUP:
-        return ("fp8-inputs",)
-    return () if spec.format in ("none", "mxfp4", *WEIGHT_ONLY) else None
+    if spec.format in ("none", "mxfp4", *WEIGHT_ONLY):
+        return ()
+    if spec.format == "int8":
+        return ("int8-inputs",)
+    return None if spec.activation_scale == "static" else ("fp8-inputs",)
 
 
-def _coded_linears(path: Path) -> set[str]:
-    suffix = ".weight_scale_inv"
-    return {name.removesuffix(suffix) for name in Checkpoint(path).names() if name.endswith(suffix)}
+def _coded_linears(path: Path) -> frozenset[str]:
+    checkpoint, suffix = Checkpoint(path), ".weight"
+    names = (name for name in checkpoint.names() if name.endswith(suffix))
+    return frozenset(name.removesuffix(suffix) for name in names if checkpoint.dtype(name) in ("F8_E4M3", "I8"))
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Linears, given by their checkpoint names, and what their inputs are rounded to: codes times scales.
+
+    ``group``: how many values of a row have one scale, or all of a ``"row"``, or all of a ``"call"``.
+    """
+
+    names: frozenset[str] = frozenset()
+    dtype: torch.dtype = E4M3
+    group: int | str = GROUP
+
+    @staticmethod
+    def of(spec: QuantSpec, names: frozenset[str]) -> _Inputs:
+        """Return what a format rounds of these linears."""
+        if spec.format == "int8":
+            return _Inputs(names, torch.int8, "row")
+        if spec.format == "fp8_block":
+            return _Inputs(names, E4M3, spec.block_size[1])
+        return _Inputs(names, E4M3, "row" if spec.activation_scale == "token" else "call")
+
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a new tensor like ``x`` ``[..., K]``."""
+        rows = x.reshape(1, -1) if self.group == "call" else x
+        width = rows.shape[-1]
+        group = self.group if isinstance(self.group, int) else width
+        groups = F.pad(rows, (0, -width % group)).unflatten(-1, (-1, group))
+        scale = groups.abs().amax(-1, keepdim=True).clamp_min(SMALLEST) / LARGEST[self.dtype]
+        ratio = groups / scale
+        codes = (ratio.round() if self.dtype == torch.int8 else ratio).to(self.dtype)
+        return (codes.to(x.dtype) * scale).flatten(-2)[..., :width].reshape(x.shape)
 
 
 class _Stock:
-    """A stock model, with a rounding of the cache or of the inputs of some linears, given by their checkpoint names."""
+    """A stock model, with a rounding of the cache or of the inputs of some linears."""
 
     def __init__(
-        self,
-        path: Path,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        cache: bool = False,
-        inputs: Set[str] = frozenset(),
+        self, path: Path, dtype: torch.dtype, device: torch.device, *, cache: bool = False, inputs: _Inputs = _Inputs()
     ) -> None:
         self.model, self.device, self.cache = load_hugging_face(path, dtype, device), device, cache
-        if inputs and hasattr(self.model, "set_experts_implementation"):
+        if inputs.names and hasattr(self.model, "set_experts_implementation"):
             self.model.set_experts_implementation("eager")  # one linear an expert: what the mode below sees
-        self.mode = _RoundInputs(_weights(self.model, inputs))
+        self.mode = _RoundInputs(inputs, _weights(self.model, inputs.names))
 
     @torch.inference_mode()
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
@@ -237,23 +282,16 @@ class _Stock:
 
 
 class _RoundInputs(TorchFunctionMode):
-    """Rounds the first argument of ``linear`` to e4m3, one scale a group of a row, where the weight is one of these."""
+    """Rounds the first argument of ``linear`` where the weight is one of these."""
 
-    def __init__(self, storages: set[int]) -> None:
+    def __init__(self, inputs: _Inputs, storages: set[int]) -> None:
         super().__init__()
-        self.storages = storages
+        self.inputs, self.storages = inputs, storages
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear and args[1].untyped_storage().data_ptr() in self.storages:
-            args = (_in_groups(args[0]), *args[1:])
+            args = (self.inputs.rounded(args[0]), *args[1:])
         return func(*args, **(kwargs or {}))
-
-
-def _in_groups(x: torch.Tensor) -> torch.Tensor:
-    width = x.shape[-1]
-    groups = F.pad(x, (0, -width % GROUP)).unflatten(-1, (-1, GROUP))
-    scale = groups.abs().amax(-1, keepdim=True).clamp_min(E4M3_SMALLEST) / E4M3_MAX
-    return ((groups / scale).to(E4M3).to(x.dtype) * scale).flatten(-2)[..., :width]
 
 
 def _weights(model: nn.Module, names: Set[str]) -> set[int]:

@@ -23,7 +23,7 @@ from fastlayers_server.hugging_face import load_hugging_face, misread
 from fastlayers_server.llm import LLM, Params
 
 # What a format rounds; the module divergence tells stock transformers to do the same.
-Rounding = Literal["bf16", "fp8-block", "fp8-weights", "fp8-kv", "fp8-inputs"]
+Rounding = Literal["bf16", "fp8-block", "fp8-weights", "fp8-kv", "fp8-inputs", "int8-inputs"]
 
 
 class Runner(Protocol):
