@@ -14,7 +14,7 @@ from fastlayers.errors import ArgumentError
 from fastlayers.registry import LAYERS, registry
 from fastlayers_server.bench import command as http_bench
 from fastlayers_server.known_models import HELP
-from fastlayers_server.tune_command import parse_tokens
+from fastlayers_server.option_values import counts_named, device_named, dtype_named
 
 BATCHES = (1, 8, 32)
 
@@ -231,7 +231,7 @@ def _show_ablation(rows: Sequence[dict[str, Any]], out: Console) -> None:
     out.print(table)
 
 
-def register(app: typer.Typer, out: Console, err: Console, device_of: Any, dtype_of: Any) -> None:
+def register(app: typer.Typer, out: Console, err: Console) -> None:
     """Add the commands to the command line."""
     bench = typer.Typer(help="Time layers and models.", no_args_is_help=True, rich_markup_mode=None)
     app.add_typer(bench, name="bench")
@@ -263,13 +263,13 @@ def register(app: typer.Typer, out: Console, err: Console, device_of: Any, dtype
     ) -> None:
         """Check and time every backend of a layer, interleaved in one process, with both floors."""
         if name not in LAYERS:
-            raise ArgumentError("bench", "layer", repr(name), ", ".join(LAYERS))
+            raise ArgumentError("bench layer", "layer", repr(name), ", ".join(LAYERS))
         from fastlayers.registry.spec import spec_of
 
         if context and not hasattr(spec_of(name).cases[0].cfg, "phase"):
             raise ArgumentError("bench layer", "--context", context, f"attention (mla, gqa), not {name}")
-        place = device_of(device)
-        rows = layer_rows(name, shape, against or [], parse_tokens(tokens), context or None, place, rounds)
+        place, counts = device_named("bench layer", device), counts_named("bench layer", tokens)
+        rows = layer_rows(name, shape, against or [], counts, context or None, place, rounds)
         shown(rows, as_json, _show_layer)
 
     @bench.command("model")
@@ -284,8 +284,8 @@ def register(app: typer.Typer, out: Console, err: Console, device_of: Any, dtype
         as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line a row.")] = False,
     ) -> None:
         """Time a decoder layer, a decode step and generation with random weights at real dimensions."""
-        batches = parse_tokens(batch, "--batch") or BATCHES
-        place, kind = device_of(device), dtype_of(dtype)
+        batches = counts_named("bench model", batch, "--batch") or BATCHES
+        place, kind = device_named("bench model", device), dtype_named("bench model", dtype)
 
         def said(words: str) -> None:
             if not as_json:  # whose rows come one by one
@@ -312,12 +312,12 @@ def register(app: typer.Typer, out: Console, err: Console, device_of: Any, dtype
         from fastlayers_server.known_models import config_of
 
         config = config_of(name)
-        if (kind := config.get("model_type")) not in ablation.SMALL:
-            raise ArgumentError("bench ablation", "MODEL", f"{name!r} of type {kind!r}", ", ".join(ablation.SMALL))
-        batches, place = parse_tokens(batch, "--batch") or BATCHES, device_of(device)
-        wanted = parse_tokens(items, "--items")
+        if (family := config.get("model_type")) not in ablation.SMALL:
+            raise ArgumentError("bench ablation", "MODEL", f"{name!r} of type {family!r}", ", ".join(ablation.SMALL))
+        place, kind = device_named("bench ablation", device), dtype_named("bench ablation", dtype)
+        batches, wanted = (counts_named("bench ablation", *each) for each in ((batch, "--batch"), (items, "--items")))
         if not ablation.ITEMS.issuperset(wanted):
             known = ", ".join(map(str, sorted(ablation.ITEMS)))
             raise ArgumentError("bench ablation", "--items", repr(items), f"of {known}")
-        found = ablation.rows(name, config, batches, context, layers, place, dtype_of(dtype), rounds, wanted)
+        found = ablation.rows(name, config, batches or BATCHES, context, layers, place, kind, rounds, wanted)
         shown(found, as_json, _show_ablation)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -18,8 +18,9 @@ from rich.table import Table
 import fastlayers as fl
 from fastlayers.comm.ranks import Ranks
 from fastlayers.device import DESCRIBED
-from fastlayers.errors import ArgumentError, CheckpointError, FastlayersError
+from fastlayers.errors import ArgumentError, FastlayersError
 from fastlayers_server import bench_command, eval_command, tune_command, warmup_command
+from fastlayers_server.option_values import check_text, checkpoint_named, device_named, dtype_named, expanded
 from fastlayers_server.ranks import check_experts, check_heads, said_by_another, started_elsewhere
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
@@ -87,8 +88,24 @@ def main() -> None:
         _flush()
 
 
+def _command_of(arguments: Sequence[str]) -> str:
+    """Return which command a command line asks for: ``"bench model"``."""
+    words, place = [], typer.main.get_command(app)
+    for word in arguments:
+        found = getattr(place, "commands", {}).get(word)
+        if found is None:
+            break
+        words.append(word)
+        place = found
+    return " ".join(words)
+
+
 def _fail(said: str, error: Exception) -> NoReturn:
-    """Print an error, of ranks that fail alike once, and end with 1."""
+    """Print an error with the command's name, of ranks that fail alike once, and end with 1."""
+    name = _command_of(sys.argv[1:])
+    known = tuple(f"{words}: " for words in (name, f"fastlayers {name}", name.partition(" ")[0]))
+    if name and not said.startswith(known):
+        said = f"{name}: {said}"
     if not said_by_another(said):
         err.print(f"error: {said}", highlight=False)
     raise SystemExit(1) from error
@@ -101,77 +118,6 @@ def _flush() -> None:
             sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _device(name: str) -> Any:
-    import torch
-
-    if not name:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ArgumentError("fastlayers", "--device", repr(name), "cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
-        raise ArgumentError("fastlayers", "--device", repr(name), "cpu, cuda or cuda:N")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ArgumentError("fastlayers", "--device", repr(name), "cpu (this machine has no usable NVIDIA GPU)")
-    return device
-
-
-def _dtype(name: str, option: str = "--dtype") -> Any:
-    """Return the dtype of this name; only caches may hold e4m3."""
-    import torch
-
-    known = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    if option == "--kv-dtype":
-        known["e4m3"] = torch.float8_e4m3fn
-    if name not in known:
-        raise ArgumentError("fastlayers", option, repr(name), ", ".join(known))
-    return known[name]
-
-
-def _path(name: str, option: str = "checkpoint") -> Path:
-    """Return the directory of a checkpoint: the one that ships, a local one, or one from the hub."""
-    from fastlayers_models.find import TINY, assets, find
-
-    if name in ("tiny", TINY):
-        return assets() / TINY
-    try:
-        return find(name)
-    except CheckpointError as error:
-        raise CheckpointError(f"{option}: {error}, or 'tiny', the one that ships") from error
-
-
-def _check_text(option: str, text: str) -> None:
-    """Raise :class:`ArgumentError` for an argument that is no UTF-8: tokenizers take nothing else."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ArgumentError("fastlayers", option, ascii(text), "text in UTF-8") from error
-
-
-def _expanded(argument: str, name: str) -> Path:
-    """Return a path in which ``~`` is somebody's home, as for what is read."""
-    try:
-        return Path(name).expanduser()
-    except RuntimeError as error:
-        raise ArgumentError("fastlayers", argument, f"{name!r}: {error}", "a path") from error
-
-
-def _check_output(option: str, name: str) -> Path:
-    """Return where a result goes, or raise :class:`ArgumentError`, before the work that it costs."""
-    path = _expanded(option, name)
-    try:
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-        if path.exists():
-            with path.open("r+b"):
-                pass
-    except OSError as error:
-        given = f"{name!r}, which cannot be written ({type(error).__name__})"
-        raise ArgumentError("fastlayers", option, given, "a file in a directory that exists") from error
-    return path
 
 
 def _print_json(value: Any) -> None:
@@ -206,7 +152,7 @@ def doctor(
 
     if layer and not run:
         raise ArgumentError("doctor", "--layer", repr(layer[0]), "together with --run")
-    report, place = diagnose(), str(_device(""))
+    report, place = diagnose(), str(device_named("doctor", ""))
     found = []
     for trial in trials(place, layer or []) if run else ():
         found.append(trial)
@@ -262,15 +208,16 @@ def explain(
 ) -> None:
     """Show what was chosen for a layer or every layer of a model, on which evidence, and what lost."""
     if target in fl.layers():
-        with _device(device):
+        with device_named("explain", device):
             found = fl.explain(target)
     elif not (target == "tiny" or Path(target).exists() or target.count("/") == 1):
         accepted = f"'tiny', a checkpoint directory, or a layer: {', '.join(fl.layers())}"
-        raise ArgumentError("fastlayers", "target", repr(target), accepted)
+        raise ArgumentError("explain", "target", repr(target), accepted)
     else:
         from fastlayers_models.auto import AutoModel
 
-        model = AutoModel.from_pretrained(_path(target, "target"), dtype=_dtype(dtype), device=_device(device))
+        path, number = checkpoint_named("explain", target, "target"), dtype_named("explain", dtype)
+        model = AutoModel.from_pretrained(path, dtype=number, device=device_named("explain", device))
         found = fl.explain(model)
     if as_json:
         _print_json([vars(row) for row in found])
@@ -299,11 +246,11 @@ def demo(
     """
     from fastlayers_server.demo import run_demo
 
-    path, place = _path(checkpoint), _device(device)
+    path, place = checkpoint_named("demo", checkpoint), device_named("demo", device)
     with _progress() as progress:
         task = progress.add_task("loading", total=None)
         seen = run_demo(
-            path, place, _dtype(dtype), new_tokens=new_tokens, min_prompt_tokens=prompt_tokens,
+            path, place, dtype_named("demo", dtype), new_tokens=new_tokens, min_prompt_tokens=prompt_tokens,
             progress=lambda text: progress.update(task, description=text),
         )  # fmt: skip
     if as_json:
@@ -367,16 +314,17 @@ def generate(
     from fastlayers_server.hugging_face import chat_ids, tokenizer_of
 
     # What is wrong is said before a process is started, or anything is read.
-    _check_text("prompt", prompt)
-    place, number, cache = _device(device), _dtype(dtype), _dtype(kv_dtype, "--kv-dtype") if kv_dtype else None
+    check_text("generate", "prompt", prompt)
+    place, number = device_named("generate", device), dtype_named("generate", dtype)
+    cache = dtype_named("generate", kv_dtype, "--kv-dtype") if kv_dtype else None
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     check_experts("generate", ep, tp * dp, "--tp × --dp")
     ranks = Ranks(tp, dp, ep, expert_exchange=expert_exchange)
     if tp > 1:
-        check_heads("generate", tp, read_json(_path(checkpoint, "--checkpoint") / "config.json"))
-    if started_elsewhere(ranks):
+        check_heads("generate", tp, read_json(checkpoint_named("generate", checkpoint, "--checkpoint") / "config.json"))
+    if started_elsewhere("generate", ranks):
         return
-    path = _path(checkpoint, "--checkpoint")
+    path = checkpoint_named("generate", checkpoint, "--checkpoint")
     config = read_json(path / "config.json")
     family_of(config, where=path).config_class.from_hf(config)  # before transformers reads it with the tokenizer
     tokenizer = tokenizer_of(path)
@@ -433,7 +381,8 @@ def convert(
     """
     from fastlayers_server.convert_command import run_convert, summary
 
-    done = run_convert(_path(source, "source"), _expanded("target", target), format, ragged, err)
+    path = checkpoint_named("convert", source, "source")
+    done = run_convert(path, expanded("convert", "target", target), format, ragged, err)
     if as_json:
         _print_json(done)
     else:
@@ -480,10 +429,10 @@ def cache_import(
         out.print(f"taken: {', '.join(taken) or 'nothing'}", highlight=False)
 
 
-eval_command.register(app, out, err, _path, _device, _check_output, _progress)
-tune_command.register(app, out, err, _device, _dtype, _print_json)
-bench_command.register(app, out, err, _device, _dtype)
-warmup_command.register(app, out, _device, _dtype)
+eval_command.register(app, out, err, _progress)
+tune_command.register(app, out, err, _print_json)
+bench_command.register(app, out, err)
+warmup_command.register(app, out)
 
 
 if __name__ == "__main__":

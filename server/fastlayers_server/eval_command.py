@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -13,6 +12,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from fastlayers.errors import ArgumentError
+from fastlayers_server.option_values import check_output, checkpoint_named, device_named
 
 if TYPE_CHECKING:
     from fastlayers_server.evaluate import Score
@@ -23,15 +23,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def register(
-    app: typer.Typer,
-    out: Console,
-    err: Console,
-    find: Callable[[str], Path],
-    device_named: Callable[[str], Any],
-    check_output: Callable[[str, str], Path],
-    make_progress: Callable[[], Progress],
-) -> None:
+def register(app: typer.Typer, out: Console, err: Console, make_progress: Callable[[], Progress]) -> None:
     """Add the command to the command line."""
 
     @app.command("eval")
@@ -79,9 +71,9 @@ def register(
 
         names = [] if variants is None else [name.strip() for name in variants.split(",")]
         named = None if names in ([], ["all"]) else named_variants(names)
-        path, place = find(checkpoint), device_named(device)
+        path, place = checkpoint_named("eval", checkpoint), device_named("eval", device)
         chosen = named or (list(VARIANTS.values()) if names else usual_variants(path, place))
-        written_to = None if result is None else check_output("--out", result)
+        written_to = None if result is None else check_output("eval", "--out", result)
         if check and not divergence:
             raise ArgumentError("eval", "--check", "with --no-divergence, so there is no bound", "one of the two")
         lacking = {v.name: why for v in chosen if (why := v.why_not(path, place)) is not None}

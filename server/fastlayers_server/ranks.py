@@ -24,8 +24,8 @@ STORE_SECONDS, SAYING_SECONDS = 5, 1.0  # that the store may take to answer, and
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
-def started_elsewhere(ranks: Ranks) -> bool:
-    """Run this command again in as many processes as ``ranks`` asks for, and return whether that was done.
+def started_elsewhere(command: str, ranks: Ranks) -> bool:
+    """Run ``command`` again in as many processes as ``ranks`` asks for, and return whether that was done.
 
     ``False`` in a process of torchrun's, and where one process is enough: the caller does the work itself.
 
@@ -48,9 +48,9 @@ def started_elsewhere(ranks: Ranks) -> bool:
         return False
     if ranks.processes > MOST:
         accepted = f"at most {MOST} processes of this host; torchrun starts more over several"
-        raise ArgumentError("fastlayers", "--tp × --dp", ranks.processes, accepted)
-    command = [*launcher(ranks.processes, "fastlayers_server"), *sys.argv[1:]]
-    if code := subprocess.run(command, check=False).returncode:
+        raise ArgumentError(command, "--tp × --dp", ranks.processes, accepted)
+    started_again = [*launcher(ranks.processes, "fastlayers_server"), *sys.argv[1:]]
+    if code := subprocess.run(started_again, check=False).returncode:
         if code < 0:  # so it could not say anything, and its processes are gone with it
             print(f"error: torchrun was ended by {signal.Signals(-code).name}", file=sys.stderr)
         raise SystemExit(max(1, code))

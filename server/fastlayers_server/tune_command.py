@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fastlayers import env, tuning
 from fastlayers.errors import ArgumentError, FastlayersError
 from fastlayers.registry import LAYERS
+from fastlayers_server.option_values import counts_named, device_named, dtype_named
 
 
 @dataclass(frozen=True)
@@ -100,14 +101,6 @@ def folder_for(given: str) -> Path:
         accepted = f"a directory that can be written: --out DIR, or {env.TUNED_DIR}=DIR (which is read as well)"
         raise ArgumentError("tune", "--out", f"{folder} ({error.strerror})", accepted) from error
     return folder
-
-
-def parse_tokens(text: str, option: str = "--tokens") -> tuple[int, ...]:
-    """Return token counts from ``"1,8,64"``; empty for an empty text."""
-    pieces = [piece.strip() for piece in text.split(",") if piece.strip()]
-    if not all(piece.isdigit() and int(piece) for piece in pieces):
-        raise ArgumentError("fastlayers", option, repr(text), "positive integers, comma separated")
-    return tuple(sorted({int(piece) for piece in pieces}))
 
 
 def run_tune(
@@ -196,7 +189,7 @@ def _ladder(path: Path, layer: str, device: Any) -> str:
     return ", ".join(words)
 
 
-def register(app: typer.Typer, out: Console, err: Console, device_of: Any, dtype_of: Any, print_json: Any) -> None:
+def register(app: typer.Typer, out: Console, err: Console, print_json: Any) -> None:
     """Add the command to the command line."""
 
     @app.command("tune")
@@ -237,7 +230,7 @@ def register(app: typer.Typer, out: Console, err: Console, device_of: Any, dtype
             raise ArgumentError("tune", "--shape", repr(shape[0]), "models, or shapes of one --layer")
         if not models and len(names) != 1:
             raise ArgumentError("tune", "--layer", repr(names), "models, or exactly one --layer")
-        cache = dtype_of(kv_dtype, "--kv-dtype") if kv_dtype else None
+        cache = dtype_named("tune", kv_dtype, "--kv-dtype") if kv_dtype else None
         if cache is not None and not models:
             raise ArgumentError("tune", "--kv-dtype", repr(kv_dtype), "a model; in a shape: kv_dtype=float8_e4m3fn")
         for option, ranks in (("--tp", tp), ("--ep", ep)):
@@ -246,11 +239,11 @@ def register(app: typer.Typer, out: Console, err: Console, device_of: Any, dtype
         jobs = jobs_of_models(models, tp, ep, names, cache) if models else jobs_of_shapes(names[0], shape or [])
         if not jobs:
             raise FastlayersError(f"tune: {', '.join(models or [])}: no layer that is tuned")
-        counts, limits = parse_tokens(tokens), {"force": force, "quick": quick, "seconds": seconds}
+        counts, limits = counts_named("tune", tokens), {"force": force, "quick": quick, "seconds": seconds}
         outcomes: Iterable[Outcome] = (
             [Outcome(job.layer, job.key, "to tune", reason=tuning.shape_text(job.cfg)) for job in jobs]
             if dry_run
-            else run_tune(jobs, folder_for(folder), device_of(device), counts, err, **limits)  # type: ignore[arg-type]
+            else run_tune(jobs, folder_for(folder), device_named("tune", device), counts, err, **limits)  # type: ignore[arg-type]
         )
         found = []
         for outcome in outcomes:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from fastlayers.errors import ArgumentError
 from fastlayers_server.known_models import HELP
+from fastlayers_server.option_values import device_named, dtype_named
 
 
 def kinds_of_layers(config: Mapping[str, Any], dtype: Any) -> int:
@@ -54,7 +55,7 @@ def warm_up(
     }  # fmt: skip
 
 
-def register(app: typer.Typer, out: Console, device_of: Any, dtype_of: Any) -> None:
+def register(app: typer.Typer, out: Console) -> None:
     """Add the command to the command line."""
 
     @app.command("warmup")
@@ -72,7 +73,7 @@ def register(app: typer.Typer, out: Console, device_of: Any, dtype_of: Any) -> N
         as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     ) -> None:
         """Build and compile what a model needs, so that no request waits for it; the caches keep it."""
-        place, kind = device_of(device), dtype_of(dtype)
+        place, kind = device_named("warmup", device), dtype_named("warmup", dtype)
         found = warm_up(name, max_tokens or None, max_batch, build, place, kind, progress=not as_json)
         if as_json:
             print(json.dumps(found))

@@ -157,5 +157,5 @@ def test_ranks_that_fail_alike_say_so_once(
     capfd.readouterr()  # what saving shows
     asked = ["generate", "Once", "--device", "cpu", "--dp", "2", "--checkpoint", str(folder)]
     code, _, errors = command_line(monkeypatch, capfd, *asked)
-    said = "error: Linear out_features: size is 65 over 2 ranks; accepted: a multiple of 2"
+    said = "error: generate: Linear out_features: size is 65 over 2 ranks; accepted: a multiple of 2"
     assert (code, " ".join(errors.split())) == (1, said)

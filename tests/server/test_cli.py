@@ -217,6 +217,8 @@ def test_errors_are_one_sentence(
         main()
     shown = " ".join(capsys.readouterr().err.split())
     assert exit_.value.code == 1 and words in shown and "Traceback" not in shown
+    name = " ".join(arguments[: 2 if arguments[0] == "bench" else 1])
+    assert shown.startswith(f"error: {name}: ") and shown.count(f"{name}: ") == 1
 
 
 def test_debug_shows_the_traceback() -> None:
@@ -438,12 +440,25 @@ def test_groups_of_experts_that_do_not_divide_the_ranks_are_named_by_flags(monke
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("generate", "hi", "--dtype", "fp64"), "--dtype is 'fp64'; accepted: bf16, fp16, fp32"),
-        (("generate", "hi", "--dtype", "e4m3"), "--dtype is 'e4m3'; accepted: bf16, fp16, fp32"),
+        (("generate", "hi", "--dtype", "fp64"), "generate: --dtype is 'fp64'; accepted: bf16, fp16, fp32"),
+        (("generate", "hi", "--dtype", "e4m3"), "generate: --dtype is 'e4m3'; accepted: bf16, fp16, fp32"),
         (("generate", "hi", "--kv-dtype", "banana"), "--kv-dtype is 'banana'; accepted: bf16, fp16, fp32, e4m3"),
+        (("demo", "--dtype", "x"), "demo: --dtype is 'x'; accepted: bf16, fp16, fp32"),
+        (("explain", "tiny", "--device", "x"), "explain: --device is 'x'; accepted: cpu, cuda or cuda:N"),
+        (("eval", "--device", "x"), "eval: --device is 'x'; accepted: cpu, cuda or cuda:N"),
+        (("eval", "no/such/place"), "eval: checkpoint: no/such/place: no such directory"),
+        (("warmup", "--device", "x"), "warmup: --device is 'x'; accepted: cpu, cuda or cuda:N"),
+        (("tune", "tiny", "--tokens", "1,0"), "tune: --tokens is '1,0'; accepted: positive integers, comma separated"),
+        (("tune", "tiny", "--kv-dtype", "x"), "tune: --kv-dtype is 'x'; accepted: bf16, fp16, fp32, e4m3"),
+        (("bench", "layer", "nope"), "bench layer: layer is 'nope'; accepted: linear, "),
+        (("bench", "layer", "rms_norm", "--tokens", "x"), "bench layer: --tokens is 'x'; accepted: positive integers"),
+        (("bench", "model", "tiny", "--batch", "0"), "bench model: --batch is '0'; accepted: positive integers"),
+        (("bench", "model", "tiny", "--dtype", "x"), "bench model: --dtype is 'x'; accepted: bf16, fp16, fp32"),
+        (("bench", "ablation", "--batch", "-1"), "bench ablation: --batch is '-1'; accepted: positive integers"),
+        (("bench", "ablation", "--items", "x"), "bench ablation: --items is 'x'; accepted: positive integers"),
         (("convert", "tiny", "never", "--format", "int8", "--ragged"), "--ragged is given with --format int8"),
     ],
 )
 def test_options_are_named_with_what_they_take(arguments: tuple[str, ...], words: str) -> None:
     result = run(*arguments)
-    assert isinstance(result.exception, ArgumentError) and words in str(result.exception)
+    assert isinstance(result.exception, FastlayersError) and words in str(result.exception)
