@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fastlayers as fl
+from fastlayers import env
 from fastlayers.comm.parallel import ParallelSpec, Shard
 from fastlayers.comm.seam import Moves, Seam
 from fastlayers.comm.token_moves import TokenMoves, Way, way_of
@@ -16,19 +17,38 @@ from fastlayers.embedding.layer import VocabEmbedding
 from fastlayers.embedding.lm_head import LMHead
 from fastlayers.errors import ArgumentError, describe
 from fastlayers.linear.factory import linear
+from fastlayers.registry import registry
 from fastlayers.rotary.layer import RotaryEmbedding
 from fastlayers_models.agreement import meet
 from fastlayers_models.concat import ConcatLinears
 
 
 def check_backend(given: Any) -> None:
-    """Raise :class:`ArgumentError` unless ``given`` is text; of a mapping, name the first key that is no layer."""
+    """Raise :class:`ArgumentError` unless ``given`` is text; of a mapping, name the first entry that is wrong.
+
+    One whose entries are right is told as what it is in the environment, where other layers' backends are named.
+    """
     if isinstance(given, str):
         return
-    unknown = [key for key in given if key not in fl.layers()] if isinstance(given, Mapping) else []
-    told = describe(given) + (f", in which {unknown[0]!r} is no layer" if unknown else "")
-    accepted = "'auto', a name, or a ladder like 'triton:64|torch', for attention; FASTLAYERS_BACKEND names others"
+    told, elsewhere = describe(given), env.BACKEND
+    if isinstance(given, Mapping) and given:
+        wrong = next((words for entry in given.items() if (words := _wrong_entry(*entry))), None)
+        if wrong is None:
+            elsewhere += "=" + ",".join(f"{layer}={backend}" for layer, backend in given.items())
+        else:
+            told += f", in which {wrong}"
+    accepted = f"'auto', a name, or a ladder like 'triton:64|torch', for attention; {elsewhere} names others"
     raise ArgumentError("CausalLM", "backend", told, accepted)
+
+
+def _wrong_entry(layer: Any, backend: Any) -> str | None:
+    """Return what is wrong with a backend for a layer, and what would not be."""
+    if layer not in fl.layers():
+        return f"{layer!r} is no layer (accepted: {', '.join(fl.layers())})"
+    known = ("auto", *(row.name for row in registry(layer).ranked))
+    names = [rung.partition(":")[0] for rung in backend.split("|")] if isinstance(backend, str) else [backend]
+    unknown = [name for name in names if name not in known]
+    return f"{layer} has no backend {unknown[0]!r} (accepted: {', '.join(known)})" if unknown else None
 
 
 class ModelContext:

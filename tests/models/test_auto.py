@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import fastlayers_models
+from fastlayers import env
 from fastlayers.errors import ArgumentError, CheckpointError, UnknownModelError
 from fastlayers_models.auto import FAMILIES, AutoModel, family_of, find
 from fastlayers_models.blocks import CausalLM
@@ -200,7 +201,11 @@ def test_arguments_are_checked_before_anything_is_built(llama: Path, options: An
 @pytest.mark.parametrize(
     ("backend", "told"),
     [
-        ({"gqaa": "torch"}, r"\{'gqaa': 'torch'\}, in which 'gqaa' is no layer"),
+        ({"gqaa": "torch"}, r"\{'gqaa': 'torch'\}, in which 'gqaa' is no layer \(accepted: linear, .*gqa.*\)"),
+        ({3: "torch"}, r"\{3: 'torch'\}, in which 3 is no layer \(accepted: linear, .*\)"),
+        ({"gqa": "torhc"}, r"\{'gqa': 'torhc'\}, in which gqa has no backend 'torhc' \(accepted: auto, .*torch.*\)"),
+        ({"gqa": "torhc:8|torch"}, r"\{'gqa': 'torhc:8\|torch'\}, in which gqa has no backend 'torhc' \(.*torch.*\)"),
+        ({"mla": "auto", "linear": 3}, r"\{'mla': 'auto', 'linear': 3\}, in which linear has no backend 3 \(.*\)"),
         ({"gqa": "torch"}, r"\{'gqa': 'torch'\}"),
         (5, "5"),
         (None, "None"),
@@ -209,6 +214,13 @@ def test_arguments_are_checked_before_anything_is_built(llama: Path, options: An
 def test_a_backend_is_one_name_for_attention(llama: Path, backend: Any, told: str) -> None:
     with pytest.raises(ArgumentError, match=rf"^CausalLM: backend is {told}; accepted: 'auto', a name, or a ladder"):
         AutoModel.from_pretrained(llama, backend=backend)
+
+
+def test_backends_by_layer_are_told_as_the_environment_takes_them(llama: Path) -> None:
+    told = r"for attention; FASTLAYERS_BACKEND=gqa=triton:8\|torch,linear=torch names others$"
+    with pytest.raises(ArgumentError, match=told):
+        AutoModel.from_pretrained(llama, backend={"gqa": "triton:8|torch", "linear": "torch"})
+    assert env.backend_overrides({env.BACKEND: "gqa=triton:8|torch,linear=torch"})["linear"] == "torch"
 
 
 def test_a_cast_that_is_refused_changes_nothing(llama: Path) -> None:
