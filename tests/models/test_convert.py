@@ -229,7 +229,6 @@ def test_an_interrupted_conversion_is_taken_up(tmp_path: Path) -> None:
     source = rewrite(SHIPPED, tmp_path / "source", shards=4)
     (source / "tokenizer.json").write_text("{}")
     (source / "pytorch_model.bin").write_bytes(b"other weights")
-    (tmp_path / "elsewhere").mkdir()
     count = len(tensors_of(source))
     target = tmp_path / "made"
     interrupted(source, target, count // 2 + 2)
@@ -312,7 +311,7 @@ def test_broken_weights_are_named_and_nothing_remains(tmp_path: Path) -> None:
         for format in FORMATS:
             with pytest.raises(CheckpointError, match=rf"{name}: holds NaN or infinity"):
                 convert_checkpoint(source, tmp_path / "target", format)
-            assert list((tmp_path / "target").iterdir()) == []
+            assert not (tmp_path / "target").exists()
 
 
 WATCHED = """

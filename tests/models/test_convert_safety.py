@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from fastlayers.checkpoint_files import INDEX
 from fastlayers.errors import ArgumentError, CheckpointError
 from fastlayers_models import AutoModel
 from fastlayers_models.checkpoint import Checkpoint, collapsed
@@ -230,3 +232,34 @@ def test_scales_that_do_not_fit_stop_a_conversion_back(case: str, tmp_path: Path
     with pytest.raises(CheckpointError, match=message):
         dequantize_checkpoint(folder, tmp_path / "back")
     assert not (tmp_path / "back" / "config.json").exists()
+
+
+def test_a_refused_conversion_leaves_no_directory_that_it_made(tmp_path: Path) -> None:
+    """What was there stays, empty or not; directories of shards that were finished go, too."""
+    source = rewrite(SHIPPED, tmp_path / "source", shards=2)
+    index = json.loads((source / INDEX).read_text())
+    last = max(index["weight_map"].values())
+    name = next(n for n, file in index["weight_map"].items() if file == last and n.endswith("down_proj.weight"))
+    (source / "parts").mkdir()
+    for file in source.glob("*.safetensors"):
+        file.rename(source / "parts" / file.name)
+    index["weight_map"] = {n: f"parts/{file}" for n, file in index["weight_map"].items()}
+    (source / INDEX).write_text(json.dumps(index))
+    tensors = load_file(source / "parts" / last)
+    tensors[name][0, 0] = torch.nan
+    save_file(tensors, source / "parts" / last, metadata={"format": "pt"})
+
+    room = tmp_path / "room"
+    for there, target in ((".", "a/b/c"), ("d", "d/e/f"), ("g/h", "g/h"), (".", "i")):
+        (room / there).mkdir(parents=True, exist_ok=True)
+        before = sorted(room.rglob("*"))
+        with pytest.raises(CheckpointError, match=f"{name}: holds NaN"):
+            convert_checkpoint(source, room / target, "int8")
+        assert sorted(room.rglob("*")) == before, target
+
+
+def test_a_target_that_goes_before_it_is_locked_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a run that is refused takes back the directory that it made, which another has just seen."""
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
+    with pytest.raises(ArgumentError, match=r"convert: target is .*made, which another conversion made and took back"):
+        convert_checkpoint(SHIPPED, tmp_path / "made", "int8")

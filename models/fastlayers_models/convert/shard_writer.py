@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -81,18 +81,36 @@ class ShardWriter:
     def held(self) -> Iterator[None]:
         """Make the directory, keep other runs out of it, and take up what an interrupted one has finished.
 
+        Where the conversion is refused, what was made is gone again, with the directories above it.
+
         Raises
         ------
         ArgumentError
             Another process is writing there, or the target holds something else by now.
         """
+        made = [folder for folder in (self.target, *self.target.parents) if not os.path.exists(folder)]
         try:
             self.target.mkdir(parents=True, exist_ok=True)
         except OSError as error:
+            _remove_empty(made)
             given = f"{self.target}, which cannot be made ({type(error).__name__}: {error})"
             raise ArgumentError("convert", "target", given, _NEW) from error
+        try:
+            with self._locked():
+                yield
+        except FastlayersError:
+            _remove_empty(made)
+            raise
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
         file = self.target / LOCK
-        with file.open("a+") as lock:
+        try:
+            opened = file.open("a+")
+        except FileNotFoundError as error:
+            given = f"{self.target}, which another conversion made and took back at this moment"
+            raise ArgumentError("convert", "target", given, _NEW) from error
+        with opened as lock:
             try:
                 # The kernel drops this lock with the process, so that a killed run leaves none behind.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -209,6 +227,7 @@ class ShardWriter:
         """Remove what was written, so that the target is as it was before."""
         for place in self._finished:
             (self.target / place).unlink(missing_ok=True)
+            _remove_empty([folder for folder in (self.target / place).parents if self.target in folder.parents])
         (self.target / UNFINISHED).unlink(missing_ok=True)
         self._finished = {}
 
@@ -217,6 +236,17 @@ class ShardWriter:
 
 
 _NEW = "a new or empty directory, or one that an interrupted run of the same conversion left"
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    """Remove these directories, inner ones first, up to the first that holds something."""
+    for folder in folders:
+        try:
+            folder.rmdir()
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return
 
 
 def _complete(file: Path, entry: Any) -> bool:
