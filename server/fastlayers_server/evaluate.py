@@ -124,7 +124,7 @@ def evaluate(
             omit(variant, error)
             continue
         answers[variant.name] = given
-        baseline = variant.against(path, device)
+        baseline = variant.against(path, device, answers)
         before = answers.get(baseline) if baseline else None
         flips = None if before is None else sum(a != b for a, b in zip(given, before, strict=True))
         mean, p99, top1 = (far.mean, far.p99, far.top1) if far is not None else (None, None, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -146,10 +146,15 @@ class Variant:
             f"made from a checkpoint that is {kinds}, and this one is {'unquantised' if format == 'none' else format}"
         )
 
-    def against(self, path: Path, device: torch.device) -> str | None:
-        """Return the row that this one must agree with: its baseline, or what stands in where there is none such."""
+    def against(self, path: Path, device: torch.device, ran: Collection[str] = ()) -> str | None:
+        """Return the row that this one must agree with: its baseline, or what stands in where there is none such.
+
+        ``ran``: the rows that there are; of one that failed, or was not asked for, the stand-in may be among them.
+        """
         stand_in = STAND_INS.get(self.baseline or "")
-        missing = stand_in is not None and VARIANTS[str(self.baseline)].why_not(path, device) is not None
+        if stand_in is None or self.baseline in ran:
+            return self.baseline
+        missing = stand_in in ran or VARIANTS[str(self.baseline)].why_not(path, device) is not None
         return stand_in if missing else self.baseline
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fastlayers.errors import ArgumentError, UnknownNameError
+from fastlayers.errors import ArgumentError, CheckpointError, UnknownNameError
 from fastlayers_models.convert import convert_checkpoint
 from fastlayers_models.find import TINY, assets
 from fastlayers_server import evaluate
@@ -63,6 +64,21 @@ def test_unless_rows_are_named_those_of_transformers_have_a_stand_in(kind: str, 
     assert seen.exit_code == 0 and list(scores) == ["hf-dequantised", "fastlayers"]
     assert scores["fastlayers"]["baseline"] == "hf-dequantised" and scores["fastlayers"]["flips"] == 0
     assert all(f"{name}: not run, for which" in shown for name in ("hf", "patched")) and WHY[kind] in shown
+
+
+def test_a_stand_in_is_the_baseline_where_transformers_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for AWQ without the package that transformers reads it with."""
+
+    def fail(path: Path, device: Any) -> Any:
+        raise CheckpointError("needs a package")
+
+    monkeypatch.setitem(VARIANTS, "hf", dataclasses.replace(VARIANTS["hf"], build=fail))
+    convert_checkpoint(assets() / TINY, tmp_path / "fp8", "fp8-block")
+    for asked, baseline in (("hf,hf-dequantised,fastlayers", "hf-dequantised"), ("hf,fastlayers", "hf")):
+        seen = run("eval", str(tmp_path / "fp8"), "--variants", asked, "--json", "--no-divergence", *FEW)
+        row = json.loads(seen.stdout)["fastlayers"]
+        assert seen.exit_code == 1 and "error: hf: CheckpointError: needs a package" in seen.stderr
+        assert row["baseline"] == baseline and row["flips"] == (0 if baseline == "hf-dequantised" else None)
 
 
 @pytest.mark.parametrize("kind", WHY)
