@@ -29,6 +29,7 @@ from fastlayers import tuning
 from fastlayers.attention.meta import AttentionBatch
 from fastlayers.device import Device, as_device
 from fastlayers.linear.dense.triton import LEAVE
+from fastlayers.linear.split_rows import is_marked
 from fastlayers.registry import registry
 from fastlayers.runtime.gc_pause import gc_pause
 from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
@@ -116,9 +117,8 @@ def places_of(model: Any, context: int) -> list[Place]:
 
 def read_by_norms(layer: Any) -> Iterator[Any]:
     """Yield the linears of a layer whose splits a norm may add."""
-    parts = (layer.self_attn, "o_proj"), (getattr(layer, layer.MLP), "down_proj")
-    for (module, name), may in zip(parts, layer.may_split, strict=True):
-        if may:
+    for module, name in ((layer.self_attn, "o_proj"), (getattr(layer, layer.MLP), "down_proj")):
+        if is_marked(module):
             yield getattr(module, name)
 
 

@@ -9,7 +9,7 @@ A family's file says what ``self_attn`` and ``mlp`` are. Number formats are in `
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -28,7 +28,7 @@ from fastlayers.comm.padding import StepTokens
 from fastlayers.comm.parallel import REPLICATED, ParallelSpec
 from fastlayers.errors import ArgumentError, check_tensor
 from fastlayers.layer import check_move, trust
-from fastlayers.linear.split_rows import SplitRows, join_and_norm, rows_of, takes_split
+from fastlayers.linear.split_rows import SplitRows, bare, join_and_norm, leaves, rows_of, takes_split
 from fastlayers.quant.coded_rows import codes_behind
 from fastlayers.weights_epoch import WeightsEpoch, epoch_of
 from fastlayers_models.agreement import same_choices
@@ -45,7 +45,6 @@ class SwiGLU(nn.Module):
     """``down(silu(gate(x)) * up(x))``; partial sums over ``tp``, or with ``whole`` everything on each rank."""
 
     reads = "gate_up_proj"  # what alone sees the input, see linear_of
-    splits_rows = True  # whether a call takes ``split``
 
     def __init__(
         self, context: ModelContext, name: str, intermediate_size: int, *, bias: bool = False, whole: bool = False
@@ -59,23 +58,16 @@ class SwiGLU(nn.Module):
         down = self.down_proj
         self.act_quant = down.quantised_activation(self.act_fn) if isinstance(down, fl.FP8BlockLinear) else None
 
-    def forward(
-        self, x: torch.Tensor, valid: torch.Tensor | None = None, *, split: tuple[nn.Module, ...] = ()
-    ) -> torch.Tensor:
-        """Return ``[T, D]``; ``valid`` is not needed here.
-
-        ``split``: what the output goes through on its way to a norm that alone reads it; then it may be ``SplitRows``.
-        """
+    @takes_split
+    def forward(self, x: torch.Tensor, valid: torch.Tensor | None = None, *, split: bool = False) -> torch.Tensor:
+        """Return ``[T, D]``, with ``split`` maybe as ``SplitRows``, see ``leaves``; ``valid`` is not needed here."""
         held: Any = self._modules
         gate_up, down, activation = held["gate_up_proj"](x), held["down_proj"], held["act_fn"]
         quant = self.act_quant
-        out: torch.Tensor
         if quant is not None:
-            out = down.gated(gate_up, activation, quant)
-        elif split and getattr(getattr(down, "ladder", None), "leaves_splits", False):
-            out = rows_of(down, activation(gate_up), self, *split)
-        else:
-            out = down(activation(gate_up))
+            out: torch.Tensor = down.gated(gate_up, activation, quant)
+            return out
+        out = rows_of(down, activation(gate_up)) if split else down(activation(gate_up))
         return out
 
 
@@ -109,8 +101,6 @@ class DecoderLayer(nn.Module):
         self.self_attn = self_attn
         setattr(self, self.MLP, mlp)
         self.input_layernorm, self.post_attention_layernorm = context.norm(), context.norm()
-        # Whether a norm may add the splits of what attention, and the MLP, return: see fastlayers.linear.split_rows.
-        self.may_split = takes_split(self_attn), takes_split(mlp)
         self.mlp_kind = mlp_kind
         self.exchanges = mlp_kind == "moe" and context.token_moves is not None
         self.communicator = LayerCommunicator(
@@ -125,14 +115,15 @@ class DecoderLayer(nn.Module):
             codes=codes_behind(self, self.MLP),
         )
 
+    @takes_split
     def forward(
         self, hidden: Hidden, meta: AttentionMeta, cache: LayerCache, step: StepTokens, valid: Any = None, *,
-        behind: nn.Module | None = None,
+        split: Collection[str] = (),
     ) -> Hidden:  # fmt: skip
         """Return the next layer's input; writes the new tokens' rows to ``cache``.
 
-        ``valid``: which of the step's rows are real, see :func:`routed_rows`; ``None``: all. ``behind``: the next layer
-        where it alone reads what is returned: its rows may then be ``SplitRows``.
+        ``valid``: which of the step's rows are real, see :func:`routed_rows`; ``None``: all. ``split``: which of
+        :attr:`COMPUTED` may leave splits to a norm, see :meth:`leaves_to`; what is returned may have ``SplitRows``.
         """
         norms = self.communicator.bare_norms(hidden, coded=meta.checked)
         x: Any = hidden.tensor
@@ -148,11 +139,19 @@ class DecoderLayer(nn.Module):
             x, residual = join_and_norm(norms[0], x, residual)
         else:
             x, residual = (norms[0](x), x) if residual is None else norms[0](x, residual)
-        attention, mlp, vouched = held["self_attn"], held[self.MLP], meta.checked
-        x = attention(x, meta, cache, split=True) if vouched and self.may_split[0] else attention(x, meta, cache)
+        attention, mlp = held["self_attn"], held[self.MLP]
+        x = attention(x, meta, cache, split=True) if "attention" in split else attention(x, meta, cache)
         x, residual = join_and_norm(norms[1], x, residual) if type(x) is SplitRows else norms[1](x, residual)
-        leaves = vouched and self.may_split[1] and behind is not None
-        return Hidden(mlp(x, valid, split=(self, behind)) if leaves else mlp(x, valid), residual, BETWEEN)
+        return Hidden(mlp(x, valid, split=True) if "mlp" in split else mlp(x, valid), residual, BETWEEN)
+
+    def leaves_to(self, behind: nn.Module | None) -> Collection[str]:
+        """Return which of :attr:`COMPUTED` may leave splits, to a norm of this layer or of the next one.
+
+        The MLP only where that layer, ``behind``, alone reads what this one returns.
+        """
+        held: Any = self._modules
+        mlp = behind is not None and leaves(held[self.MLP], "down_proj") and bare(self) and bare(behind)
+        return ("attention",) * leaves(held["self_attn"], "o_proj") + ("mlp",) * mlp
 
     def run(
         self, stage: str, hidden: Hidden, meta: AttentionMeta, cache: LayerCache, step: StepTokens, valid: Any

@@ -29,6 +29,7 @@ from fastlayers.comm.layouts import Hidden
 from fastlayers.comm.padding import StepTokens
 from fastlayers.comm.symmetric import Arena
 from fastlayers.errors import ArgumentError, check_choice
+from fastlayers.linear.split_rows import is_marked, some_leave
 from fastlayers.quant.coded_rows import CodedRows
 from fastlayers.runtime.streams import other_stream, side_lock
 from fastlayers_models.experts import routed_rows
@@ -165,8 +166,11 @@ def run_layers(
         (whole,) = halves
         if images is not None:
             whole.hidden.tensor.index_copy_(0, *images)
+        asks = checked and some_leave()
         for (layer, cache), (behind, _) in zip(layers, [*layers[1:], (None, None)], strict=True):
-            whole.hidden = layer(whole.hidden, whole.meta, cache, whole.step, whole.rows, behind=behind)
+            left = layer.leaves_to(behind) if asks and is_marked(layer) else ()
+            split = {"split": left} if left else {}
+            whole.hidden = layer(whole.hidden, whole.meta, cache, whole.step, whole.rows, **split)
     else:
         if checked:
             for half in halves:

@@ -137,7 +137,7 @@ class Variant:
         if self.devices and device.type not in self.devices:
             return f"which runs on {' or '.join(self.devices)} alone: elsewhere kernels of its format multiply in bf16"
         if self.stock and (why := misread(path)) is not None:
-            return f"for which transformers reads the checkpoint, and this one is {why}"
+            return f"made from a checkpoint that transformers reads, and this one is {why}"
         format = QuantSpec.from_config(Checkpoint(path).config.get("quantization_config")).format
         if not self.formats or format in self.formats:
             return None

@@ -68,8 +68,8 @@ def store_bf12(model: nn.Module) -> StoredBF12:
 
     Tied weights, one parameter of several linears or the same memory, have one copy, which serves them all, each with
     its own bias and ``out_dtype``. A head that is tied to the embedding multiplies by the copy; the embedding looks its
-    rows up in the weight itself. An edit ends the copy's use in all of them, and a layer that is given another weight
-    leaves it to the others.
+    rows up in the weight itself. An edit ends the copy's use in all that share a version counter with what was edited
+    (a parameter made of another's ``.data`` does not); a layer that is given another weight leaves it to the others.
 
     Of a model that is split over processes all ranks call this together, and each keeps copies of what it holds. What
     one rank refuses, for its numbers or its memory, none keeps: steps of one token wait for the slowest rank, and what
@@ -83,8 +83,8 @@ def store_bf12(model: nn.Module) -> StoredBF12:
     Returns
     -------
     StoredBF12
-        Which layers have copies, the same on all ranks; what they take on this one; and why others have none, with the
-        rank that refused where not all do alike.
+        Which layers have copies, the same on all ranks that hold them; what they take on this one; and why others have
+        none, with the rank that refused where not all do alike.
 
     Raises
     ------

@@ -19,11 +19,11 @@ from fastlayers.linear.dense import triton as linear_triton
 from fastlayers.linear.dense.layer import LinearConfig
 from fastlayers.linear.dense.triton import PARAMETERS, TritonLinear
 from fastlayers.linear.dense.triton_wgmma import Plan, WgmmaLinear
-from fastlayers.linear.split_rows import SplitRows, join_and_norm, rows_of, takes_split
+from fastlayers.linear.split_rows import SplitRows, bare, is_marked, join_and_norm, leaves, rows_of
 from fastlayers.norm.rms_norm import split as split_module
 from fastlayers.norm.rms_norm.layer import ROUNDINGS
 from fastlayers.norm.rms_norm.triton import TritonRMSNorm
-from fastlayers_models.blocks import SwiGLU
+from fastlayers_models.blocks import DecoderLayer, SwiGLU
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
@@ -180,11 +180,6 @@ def test_a_linear_leaves_what_it_would_add(backend: str, bias: bool) -> None:
     assert layer.splits(x) is None and type(rows_of(layer, x)) is torch.Tensor
     handle.remove()
     assert type(rows_of(layer, x)) is SplitRows
-    with torch.inference_mode(False), torch.enable_grad():
-        assert type(rows_of(layer, x)) is torch.Tensor
-    holder = torch.nn.Sequential()
-    holder.register_forward_pre_hook(lambda module, given: None)
-    assert type(rows_of(layer, x, holder)) is torch.Tensor
 
 
 def test_what_a_configuration_may_say() -> None:
@@ -277,7 +272,7 @@ def test_who_looks_at_a_layer_sees_rows(counted: dict[str, int]) -> None:
     assert len(seen) == 5 and all(type(each) is torch.Tensor for each in seen)
 
 
-def test_who_takes_split() -> None:
+def test_who_takes_split(monkeypatch: pytest.MonkeyPatch) -> None:
     class Own(SwiGLU):
         def forward(self, x: torch.Tensor, valid: Any = None) -> torch.Tensor:  # type: ignore[override]
             return x
@@ -285,8 +280,81 @@ def test_who_takes_split() -> None:
     class Plain(SwiGLU):
         pass
 
-    bare = [each.__new__(each) for each in (SwiGLU, Plain, Own, fl.Attention, fl.MLAAttention)]
-    assert [takes_split(each) for each in bare] == [True, True, False, True, False]
+    made = [each.__new__(each) for each in (SwiGLU, Plain, Own, fl.Attention, fl.MLAAttention, DecoderLayer)]
+    assert [is_marked(each) for each in made] == [True, True, False, True, False, True]
+    monkeypatch.setattr(SwiGLU, "forward", lambda self, x, valid=None: x)
+    assert [is_marked(each) for each in made[:2]] == [False, False], "somebody put something in its place"
+
+
+class Wrapper(torch.nn.Module):
+    """Calls what it holds, with what that was called with so far, and looks at what comes back; has its attributes."""
+
+    def __init__(self, held: torch.nn.Module) -> None:
+        super().__init__()
+        self.held = held
+
+    def forward(self, x: Any, *more: Any) -> Any:
+        y = self.held(x, *more)
+        assert type(getattr(y, "tensor", y)) is torch.Tensor and type(getattr(x, "tensor", x)) is torch.Tensor
+        return y
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name == "held" else getattr(super().__getattr__("held"), name)
+
+
+def wrap_forward(module: Any) -> None:
+    """Replace the ``forward`` of one module by a function of what it took so far."""
+    forward = module.forward
+    module.forward = lambda x, *more: forward(x, *more)
+
+
+WAYS: dict[str, Callable[[Any], None]] = {
+    "mlp": lambda layers: setattr(layers[0], "mlp", Wrapper(layers[0].mlp)),
+    "attention": lambda layers: setattr(layers[0], "self_attn", Wrapper(layers[0].self_attn)),
+    "linear": lambda layers: setattr(layers[0].mlp, "down_proj", Wrapper(layers[0].mlp.down_proj)),
+    "output": lambda layers: setattr(layers[0].self_attn, "o_proj", Wrapper(layers[0].self_attn.o_proj)),
+    "layer": lambda layers: layers.__setitem__(0, Wrapper(layers[0])),
+    "next layer": lambda layers: layers.__setitem__(1, Wrapper(layers[1])),
+    "forward of an mlp": lambda layers: wrap_forward(layers[0].mlp),
+    "forward of an attention": lambda layers: wrap_forward(layers[0].self_attn),
+    "forward of a layer": lambda layers: wrap_forward(layers[0]),
+    "forward of the next layer": lambda layers: wrap_forward(layers[1]),
+    "next layer compiled": lambda layers: setattr(layers[1], "_compiled_call_impl", layers[1]._call_impl),
+}
+
+
+@torch.inference_mode()
+@interpreted
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_stands_in_a_modules_place_is_called_as_it_was(way: str, left: bool, counted: dict[str, int]) -> None:
+    """Wrappers know of no ``split``; neither they nor what they hand on sees splits."""
+    model = small_model(QWEN3, dtype=BF16)
+    ids = torch.arange(9) + 3
+    wanted = hidden_of(model, ids)
+    if left:
+        leave_splits(model)
+        wanted = hidden_of(model, ids)
+    all_of_them = counted["joined"]
+    assert all_of_them == 3 * left
+    counted["joined"] = 0
+    WAYS[way](model.decoder.layers)
+    assert same(hidden_of(model, ids), wanted)
+    # A layer that is called as it was leaves nothing, and nothing is left to it.
+    fewer = 2 if way in ("layer", "next layer", "forward of a layer", "forward of the next layer") else 1
+    assert counted["joined"] == (all_of_them - fewer) * left
+
+
+@torch.inference_mode()
+@interpreted
+def test_who_asks_for_gradients_has_rows() -> None:
+    model = small_model(QWEN3, dtype=BF16)
+    leave_splits(model)
+    first = model.decoder.layers[0]
+    assert leaves(first.mlp, "down_proj") and leaves(first.self_attn, "o_proj") and bare(first)
+    assert not leaves(first.mlp, "gate_up_proj") and not leaves(first.mlp, "nothing")
+    with torch.inference_mode(False), torch.enable_grad():
+        assert not leaves(first.mlp, "down_proj")
 
 
 @pytest.mark.gpu

@@ -43,7 +43,7 @@ def test_rows_of_what_transformers_does_not_read_are_left_out_and_ours_run(made:
     scores, shown = json.loads(seen.stdout), " ".join(seen.stderr.split())
     assert seen.exit_code == 0 and "error" not in shown
     for name in STOCK:
-        words = f"{name}: not run, for which transformers reads the checkpoint, and this one is {WHY['ragged']}"
+        words = f"{name}: not run, made from a checkpoint that transformers reads, and this one is {WHY['ragged']}"
         assert name not in scores and words in shown
     ours = {
         "fastlayers": "hf-dequantised", "fastlayers-fp32": "hf-dequantised-fp32", "fp8-kv": "fastlayers",
@@ -63,7 +63,7 @@ def test_unless_rows_are_named_those_of_transformers_have_a_stand_in(kind: str, 
     scores, shown = json.loads(seen.stdout), " ".join(seen.stderr.split())
     assert seen.exit_code == 0 and list(scores) == ["hf-dequantised", "fastlayers"]
     assert scores["fastlayers"]["baseline"] == "hf-dequantised" and scores["fastlayers"]["flips"] == 0
-    assert all(f"{name}: not run, for which" in shown for name in ("hf", "patched")) and WHY[kind] in shown
+    assert all(f"{name}: not run, made from a checkpoint" in shown for name in ("hf", "patched")) and WHY[kind] in shown
 
 
 def test_a_stand_in_is_the_baseline_where_transformers_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_a_row_that_is_named_is_refused_before_anything_is_computed(
 ) -> None:
     monkeypatch.setattr(evaluate, "evaluate", None)
     seen = run("eval", str(made[kind]), "--variants", f"fastlayers,{name}", *FEW).exception
-    words = f"eval: --variants is {name!r}, for which transformers reads the checkpoint, and this one is {WHY[kind]}"
+    words = f"eval: --variants is {name!r}, made from a checkpoint that transformers reads, and this one is {WHY[kind]}"
     assert isinstance(seen, ArgumentError) and words in str(seen) and str(seen).endswith("or their names")
 
 

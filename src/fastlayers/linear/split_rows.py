@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from fastlayers.quant.coded_rows import watched
+
+Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -39,24 +41,57 @@ class SplitRows:
         return self.add(self.splits, self.addend)
 
 
-def takes_split(module: nn.Module) -> bool:
-    """Return whether a call of ``module`` takes ``split``: the class whose ``forward`` it runs has ``splits_rows``."""
-    owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
-    return bool(vars(owner).get("splits_rows", False))
+# The functions that take ``split``: those of their classes, as they were written.
+_FORWARDS: set[Any] = set()
+# Until a backend of this process has been told to leave its splits, no step asks which may.
+_told = False
 
 
-def rows_of(linear: Any, x: torch.Tensor, *seen: nn.Module) -> Any:
-    """Return ``linear(x)``, as :class:`SplitRows` where its backend leaves splits.
+def told(leaves_splits: bool) -> bool:
+    """Return what a backend was told, and note it."""
+    global _told
+    _told |= leaves_splits
+    return leaves_splits
 
-    Not where a step records gradients or is compiled, nor where somebody looks at what one of ``seen`` is given or
-    returns: the modules through which the rows go to the norm that alone reads them.
+
+def some_leave() -> bool:
+    """Return whether a backend of this process was told to leave its splits."""
+    return _told
+
+
+def takes_split(forward: Forward) -> Forward:
+    """Mark the ``forward`` of a class: with ``split=True`` it may return rows as :class:`SplitRows`."""
+    _FORWARDS.add(forward)
+    return forward
+
+
+def is_marked(module: nn.Module) -> bool:
+    """Return whether the ``forward`` of this module is a marked one, and not what somebody put in its place."""
+    return type(module).forward in _FORWARDS and "forward" not in vars(module)
+
+
+def bare(module: nn.Module) -> bool:
+    """Return whether a call of ``module`` runs a marked ``forward``, and nobody looks at what goes in or out of it."""
+    return is_marked(module) and module._compiled_call_impl is None and not watched(module)
+
+
+def leaves(module: nn.Module, name: str) -> bool:
+    """Return whether ``module`` may be called with ``split=True``, of which the linear of this name is the output.
+
+    Its backend leaves splits, and the step records no gradients and is not compiled. Whatever stands in the place of
+    the linear or of the module, or wraps it, is called as it always was.
     """
-    ladder = getattr(linear, "ladder", None)
-    if ladder is not None and ladder.leaves_splits and not torch.compiler.is_compiling():
-        found = None if torch.is_grad_enabled() or any(map(watched, seen)) else linear.splits(x)
-        if found is not None:
-            return found
-    return linear(x)
+    linear = module._modules.get(name)
+    ladder = None if linear is None else linear.__dict__.get("ladder")
+    if ladder is None or not ladder.leaves_splits or torch.compiler.is_compiling():
+        return False
+    return bare(module) and not torch.is_grad_enabled()
+
+
+def rows_of(linear: Any, x: torch.Tensor) -> Any:
+    """Return ``linear(x)``, as :class:`SplitRows` where its backend leaves splits; see :func:`leaves`."""
+    found = linear.splits(x)
+    return linear(x) if found is None else found
 
 
 def join_and_norm(norm: Any, rows: SplitRows, residual: torch.Tensor) -> Any:

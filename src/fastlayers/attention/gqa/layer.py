@@ -33,7 +33,7 @@ from fastlayers.errors import (
     check_tensor,
 )
 from fastlayers.layer import trust
-from fastlayers.linear.split_rows import rows_of
+from fastlayers.linear.split_rows import rows_of, takes_split
 from fastlayers.norm.rms_norm.layer import RMSNorm
 from fastlayers.quant.spec import NONE, QuantSpec
 from fastlayers.rotary.layer import RotaryEmbedding, check_rotary
@@ -97,8 +97,6 @@ class Attention(AttentionCore):
 
     name = NAME
     shares_contexts = True
-    # Whether a call takes ``split``.
-    splits_rows = True
     # Whether the rotation takes q, k and v as one linear leaves them.
     side_by_side = True
     reads = "qkv_proj"
@@ -222,6 +220,7 @@ class Attention(AttentionCore):
         )
         return turned
 
+    @takes_split
     def forward(
         self, hidden: torch.Tensor, meta: AttentionMeta, cache: LayerCache, *, split: bool = False
     ) -> torch.Tensor:
@@ -236,7 +235,8 @@ class Attention(AttentionCore):
         cache : LayerCache
             Of this layer; written in place.
         split : bool
-            Whether the result may be :class:`~fastlayers.linear.split_rows.SplitRows`: for a norm that reads it alone.
+            Whether the result may be :class:`~fastlayers.linear.split_rows.SplitRows`: for a norm that reads it alone,
+            where :func:`~fastlayers.linear.split_rows.leaves` says so.
 
         Returns
         -------
@@ -258,9 +258,7 @@ class Attention(AttentionCore):
         o, _ = self.core(meta, q.shape[0])(q, cache.keys, cache.values, meta, sinks)
         if o.dtype != q.dtype:  # the reference's is fp32
             o = o.to(q.dtype)
-        proj, o = held["o_proj"], o.flatten(1)
-        leaves = split and getattr(getattr(proj, "ladder", None), "leaves_splits", False)
-        y: torch.Tensor = rows_of(proj, o, self) if leaves else proj(o)
+        y: torch.Tensor = rows_of(held["o_proj"], o.flatten(1)) if split else held["o_proj"](o.flatten(1))
         return y
 
 

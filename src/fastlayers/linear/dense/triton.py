@@ -18,7 +18,7 @@ from fastlayers.errors import check_keys
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.linear.dense.layer import LinearConfig
 from fastlayers.linear.dense.triton_vector import vector_kernel
-from fastlayers.linear.split_rows import SplitRows
+from fastlayers.linear.split_rows import SplitRows, told
 from fastlayers.linear.triton_gemm import TARGET_PROGRAMS, Tile, add_splits_kernel, tile_for, tile_origin
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import Kinds, New, kernel
@@ -238,7 +238,7 @@ class TritonLinear:
     def __init__(self, cfg: LinearConfig, config: Mapping[str, int] | None = None) -> None:
         self.out_dtype, given = cfg.y_dtype, dict(config or {})
         check_keys("linear", "config of the Triton backend", given, (*PARAMETERS, LEAVE), (*PARAMETERS, LEAVE))
-        self.leaves_splits = bool(given.pop(LEAVE, 0))
+        self.leaves_splits = told(bool(given.pop(LEAVE, 0)))
         self.config = [given.get(name, 0) for name in PARAMETERS] if given else []
         # What launches rows of kinds that came before.
         self._ready = Kinds()

@@ -30,7 +30,7 @@ from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.linear.dense.layer import LinearConfig
 from fastlayers.linear.dense.triton import LEAVE, PARAMETERS, Launches, TritonLinear, adding
 from fastlayers.linear.dense.triton import _linear as triton_linear
-from fastlayers.linear.split_rows import SplitRows
+from fastlayers.linear.split_rows import SplitRows, told
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import New, kernel
 from fastlayers.triton_lang import INTERPRET, await_inputs, dependent_launch, release_dependents
@@ -248,7 +248,7 @@ class WgmmaLinear:
         if config:
             check_keys("linear", "config of the wgmma backend", config, (*Plan._fields, LEAVE), (LEAVE,))
         self.plan = [config[name] for name in Plan._fields] if config else []
-        self.leaves_splits = bool(config and config.get(LEAVE))
+        self.leaves_splits = told(bool(config and config.get(LEAVE)))
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return ``y`` ``[..., N]``, a new contiguous tensor."""
