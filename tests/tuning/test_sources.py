@@ -25,7 +25,7 @@ WITHOUT_TABLES = (
     "fastlayers.attention.mla.joined_heads:join_heads", "fastlayers.comm.triton_exchange:Exchange",
     "fastlayers.linear.dense.triton_bf12:BF12Linear",
     "fastlayers.comm.triton_push:PushSum", "fastlayers.comm.triton_tokens:TokenExchange",
-    "fastlayers.moe.placement.triton:TritonSlots",
+    "fastlayers.moe.placement.triton:TritonSlots", "fastlayers.norm.rms_norm.split:split_norm",
     "fastlayers.patching.triton_dense:TritonDense", "fastlayers.patching.triton_turn:TritonTurn",
     "fastlayers.sampler.triton_drafts:settle_drafts",
 )  # fmt: skip
