@@ -231,6 +231,7 @@ def configurations() -> dict[str, tuple[str, str, Any]]:
         ("fused_moe", "triton_swizzled"): GPT_OSS,
         ("fused_moe", "triton"): replace(QWEN3_EXPERTS, quant="w4a16", group_size=128, zero_point=True),
         ("fp8_linear", "triton"): spec_of("fp8_linear").cases[0].cfg,
+        ("rms_norm", "triton"): spec_of("rms_norm").cases[0].cfg,
     }  # fmt: skip
     usual |= {("fused_moe", name): V3_EXPERTS for name in ("deep_gemm", "deep_gemm_masked", "sgl_kernel")}
     for label in {build.name.removeprefix(f"{build.kernel.__name__}-") for build in BUILDS} - found.keys():
