@@ -8,6 +8,7 @@ stream yields is what a new generator of the same weights gives; what cannot be 
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import random
 import sys
@@ -166,6 +167,8 @@ def play(seed: int) -> set[str]:
     for index in range(3):
         played.end(index)
         assert played.made[index].pool.free_pages == played.made[index].pool.num_pages - 1, f"draw {seed}: {log}"
+    del played
+    gc.collect()  # graphs without a GPU hold their functions, and those the steps that hold the graphs
     return {entry.split()[0] for entry in log}
 
 
