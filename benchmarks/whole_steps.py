@@ -28,9 +28,9 @@ from generate import MODELS, randomize
 from fastlayers import tuning
 from fastlayers.attention.meta import AttentionBatch
 from fastlayers.device import Device, as_device
-from fastlayers.linear.dense.triton import LEAVE
-from fastlayers.linear.split_rows import is_marked
+from fastlayers.linear.split_rows import LEAVE, is_marked
 from fastlayers.registry import registry
+from fastlayers.registry.choice import Ladder
 from fastlayers.runtime.gc_pause import gc_pause
 from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
 from fastlayers.tuning.provenance import provenance
@@ -51,16 +51,9 @@ GAIN = 0.003
 INTERPRETED = ("cpu", "triton")
 
 
-class Fixed:
-    """In place of a ladder: one implementation for all counts."""
-
-    def __init__(self, impl: Any, choice: Any) -> None:
-        self.single, self.choice = impl, choice
-        self.leaves_splits = getattr(impl, "leaves_splits", False)
-
-    def pick(self, num_tokens: int) -> Any:
-        """Return it."""
-        return self.single
+def fixed(impl: Any, choice: Any) -> Ladder:
+    """Return one implementation for all counts, in place of what was chosen."""
+    return Ladder(replace(choice, rungs=choice.rungs[-1:]), (impl,))
 
 
 @dataclass
@@ -91,10 +84,10 @@ class Place:
         for module in self.modules:
             if self.layer == "linear":
                 kept = module.__dict__.setdefault("kept_ladder", module.ladder)
-                module.ladder = kept if impl is None else Fixed(impl, kept.choice)
+                module.ladder = kept if impl is None else fixed(impl, kept.choice)
             else:
                 kept = module.__dict__.setdefault("kept_ladders", dict(module._ladders))
-                given = {} if impl is None else {("decode", self.cfg.context): Fixed(impl, module.decode_choice)}
+                given = {} if impl is None else {("decode", self.cfg.context): fixed(impl, module.decode_choice)}
                 module._ladders = {**kept, **given}
 
 

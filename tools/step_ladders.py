@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastlayers.linear.split_rows import LEAVE
 from fastlayers.registry import registry
 from fastlayers.tuning.samples import Option, Sample
 from fastlayers.tuning.staleness import kernel_hash
@@ -61,7 +62,7 @@ def alone(samples: Sequence[Sample], option: Option, tokens: int) -> float:
 
     Alone it adds the splits that it leaves in a step.
     """
-    option = Option(option.backend, tuple(each for each in option.config if each[0] != "LEAVE"))
+    option = Option(option.backend, tuple(each for each in option.config if each[0] != LEAVE))
     counts = sorted({sample.tokens for sample in samples})
 
     def best(count: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from fastlayers.linear.split_rows import SplitRows, bare, is_marked, join_and_no
 from fastlayers.norm.rms_norm import split as split_module
 from fastlayers.norm.rms_norm.layer import ROUNDINGS
 from fastlayers.norm.rms_norm.triton import TritonRMSNorm
+from fastlayers.registry.choice import Ladder
 from fastlayers_models.blocks import DecoderLayer, SwiGLU
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -35,15 +37,9 @@ interpreted = pytest.mark.skipif(not env.triton_interpret(), reason="needs Trito
 SPLIT = {"VECTOR": 0, "BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 3, "AHEAD": 0}
 
 
-class Fixed:
-    """In place of a ladder: one implementation for all counts."""
-
-    def __init__(self, impl: Any, choice: Any) -> None:
-        self.single, self.choice = impl, choice
-        self.leaves_splits = getattr(impl, "leaves_splits", False)
-
-    def pick(self, rows: int) -> Any:
-        return self.single
+def fixed(impl: Any, choice: Any) -> Ladder:
+    """Return one implementation for all counts, in place of what was chosen."""
+    return Ladder(replace(choice, rungs=choice.rungs[-1:]), (impl,))
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -166,16 +162,16 @@ def test_a_linear_leaves_what_it_would_add(backend: str, bias: bool) -> None:
     x = torch.randn(9, 256, generator=random).to(BF16)
     assert not layer.ladder.leaves_splits and layer.splits(x) is None
     assert type(rows_of(layer, x)) is torch.Tensor
-    layer.ladder = Fixed(left(layer.cfg, backend), layer.choice)
+    layer.ladder = fixed(left(layer.cfg, backend), layer.choice)
     found = layer.splits(x)
     assert found is not None and found.splits.shape == (2, 9, 96) and found.splits.dtype == FP32
     assert same(found.joined(), layer(x))
     # Of three dimensions, of one split, of columns that lie apart, and watched, there are rows.
     assert layer.splits(x[None]) is None and layer.splits(x[:0]) is None
     assert layer.splits(torch.randn(256, 9).to(BF16).t()) is None or backend == "wgmma"
-    layer.ladder = Fixed(left(layer.cfg, backend, splits=1), layer.choice)
+    layer.ladder = fixed(left(layer.cfg, backend, splits=1), layer.choice)
     assert layer.splits(x) is None
-    layer.ladder = Fixed(left(layer.cfg, backend), layer.choice)
+    layer.ladder = fixed(left(layer.cfg, backend), layer.choice)
     handle = layer.register_forward_hook(lambda module, given, y: None)
     assert layer.splits(x) is None and type(rows_of(layer, x)) is torch.Tensor
     handle.remove()
@@ -197,7 +193,7 @@ def leave_splits(model: Any, splits: int = 2) -> None:
     for layer in model.decoder.layers:
         for linear in (layer.self_attn.o_proj, getattr(layer.mlp, "down_proj", None)):
             if isinstance(linear, fl.Linear):
-                linear.ladder = Fixed(left(linear.cfg, "triton", splits), linear.choice)
+                linear.ladder = fixed(left(linear.cfg, "triton", splits), linear.choice)
 
 
 def keep_splits(model: Any) -> None:
@@ -241,7 +237,7 @@ def test_models_have_the_same_bits(config: dict[str, Any], normed: int, counted:
     model = small_model(config, dtype=BF16)
     for layer in model.decoder.layers:
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-            norm.ladder = Fixed(TritonRMSNorm(norm.cfg), norm.choice)
+            norm.ladder = fixed(TritonRMSNorm(norm.cfg), norm.choice)
     leave_splits(model)
     ids = torch.arange(9) + 3
     found = hidden_of(model, ids)
@@ -376,7 +372,7 @@ def test_replays_repeat_bits_behind_a_product_and_other_rows() -> None:
     cfg = LinearConfig(4096, 4096, dtype=BF16)
     layer = fl.Linear(4096, 4096, dtype=BF16, device="cuda", backend="triton")
     layer.weight.copy_(torch.randn(4096, 4096, generator=random) / 64)
-    layer.ladder = Fixed(WgmmaLinear(cfg, Plan(4, 4, 8)._asdict() | {"LEAVE": 1}), layer.choice)
+    layer.ladder = fixed(WgmmaLinear(cfg, Plan(4, 4, 8)._asdict() | {"LEAVE": 1}), layer.choice)
     weight = torch.randn(4096, generator=random).to("cuda", BF16)
     norm = norm_of(4096, "cast_then_scale", BF16, weight)
     given = [torch.randn(2, rows, 4096, generator=random).to("cuda", BF16) for rows in (32, 7)]

@@ -15,6 +15,8 @@ from torch import nn
 
 from fastlayers.quant.coded_rows import watched
 
+# In a backend's configuration: 1 where a norm behind the linear adds its splits, if there is one that can.
+LEAVE = "LEAVE"
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 

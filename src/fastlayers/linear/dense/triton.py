@@ -7,9 +7,9 @@ that a program may hold as few as two output features and all SMs read at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -18,7 +18,7 @@ from fastlayers.errors import check_keys
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.linear.dense.layer import LinearConfig
 from fastlayers.linear.dense.triton_vector import vector_kernel
-from fastlayers.linear.split_rows import SplitRows, told
+from fastlayers.linear.split_rows import LEAVE, SplitRows, told
 from fastlayers.linear.triton_gemm import TARGET_PROGRAMS, Tile, add_splits_kernel, tile_for, tile_origin
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import Kinds, New, kernel
@@ -140,8 +140,6 @@ def _matrix_candidates(cfg: LinearConfig, rows: int) -> list[dict[str, int]]:
 
 # The order in which an operator takes them: its schema knows integers, not mappings.
 PARAMETERS = ("VECTOR", "BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLITS", "num_warps", "num_stages", "AHEAD")
-# Beside them: 1 where a norm behind the linear adds its splits, if there is one that can.
-LEAVE = "LEAVE"
 
 
 class Launches(NamedTuple):
@@ -212,6 +210,14 @@ def _launches(
     return adding(product, m, n, tile.splits, bias, y, device)
 
 
+def launches_of(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, config: Sequence[int]
+) -> Launches:
+    """Return what multiplies such rows ``x`` ``[M, K]``, of neighbouring columns, one or more."""
+    strides, rest = (x.stride()[0], weight.stride()[0]), (x.dtype, bias is not None, out_dtype)
+    return _launches(len(x), *weight.shape, *strides, *rest, tuple(config), x.device)
+
+
 def _fake(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype)
 
@@ -222,12 +228,9 @@ def _linear(
 ) -> torch.Tensor:
     if x.stride()[1] != 1:
         x = x.contiguous()
-    (m, k), n = x.shape, weight.shape[0]
-    if m == 0:
-        return x.new_empty(m, n, dtype=out_dtype)
-    strides = x.stride()[0], weight.stride()[0]
-    launches = _launches(m, n, k, *strides, x.dtype, bias is not None, out_dtype, tuple(config), x.device)
-    return launches.run(x, weight, bias)
+    if not len(x):
+        return x.new_empty(0, len(weight), dtype=out_dtype)
+    return launches_of(x, weight, bias, out_dtype, config).run(x, weight, bias)
 
 
 class TritonLinear:
@@ -248,7 +251,9 @@ class TritonLinear:
         if x.dim() == 2:
             if _linear.unwatched(x, weight, bias):
                 kind = x.shape, weight.shape, x.stride(), x.dtype, x.device, weight.stride(), bias is None
-                found = self._ready.get(kind) or self._prepare(kind, x, weight, bias)
+                found = self._ready.get(kind)
+                if found is None and len(x) and x.stride()[1] == 1:
+                    found = self._ready.keep(kind, launches_of(x, weight, bias, self.out_dtype, self.config))
                 if found is not None:
                     return found.run(x, weight, bias)
             y: torch.Tensor = _linear(x, weight, bias, self.out_dtype, self.config)
@@ -258,18 +263,8 @@ class TritonLinear:
 
     def splits(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> SplitRows | None:
         """Return ``y`` of ``x`` ``[M, K]``, its splits left to who reads it; ``None``: the call is what there is."""
-        if not self.leaves_splits or x.dim() != 2 or not _linear.unwatched(x, weight, bias):
+        if not self.leaves_splits or x.dim() != 2 or not len(x) or x.stride()[1] != 1:
             return None
-        kind = x.shape, weight.shape, x.stride(), x.dtype, x.device, weight.stride(), bias is None
-        found = self._ready.get(kind) or self._prepare(kind, x, weight, bias)
-        return None if found is None else found.leave(x, weight, bias, self.out_dtype)
-
-    def _prepare(self, kind: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Launches | None:
-        """Return the launches of rows of a new kind; ``None``: there are no rows, or columns are apart."""
-        (m, k), n = x.shape, weight.shape[0]
-        if m == 0 or x.stride()[1] != 1:
+        if not _linear.unwatched(x, weight, bias):
             return None
-        strides = x.stride()[0], weight.stride()[0]
-        return self._ready.keep(
-            kind, _launches(m, n, k, *strides, x.dtype, bias is not None, self.out_dtype, tuple(self.config), x.device)
-        )
+        return launches_of(x, weight, bias, self.out_dtype, self.config).leave(x, weight, bias, self.out_dtype)

@@ -15,7 +15,7 @@ Triton's interpreter, which knows no Gluon.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -28,9 +28,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from fastlayers.errors import check_keys
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.linear.dense.layer import LinearConfig
-from fastlayers.linear.dense.triton import LEAVE, PARAMETERS, Launches, TritonLinear, adding
-from fastlayers.linear.dense.triton import _linear as triton_linear
-from fastlayers.linear.split_rows import SplitRows, told
+from fastlayers.linear.dense.triton import PARAMETERS, Launches, adding
+from fastlayers.linear.dense.triton import launches_of as twins_launches
+from fastlayers.linear.split_rows import LEAVE, SplitRows, told
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import New, kernel
 from fastlayers.triton_lang import INTERPRET, await_inputs, dependent_launch, release_dependents
@@ -197,25 +197,23 @@ def _linear_wgmma(
 ) -> torch.Tensor:
     if not len(x):
         return x.new_empty(0, len(weight), dtype=out_dtype)
-    n, k = weight.shape
-    chosen = plan_for(len(x), n, k, tuple(plan))
-    if INTERPRET or not _aligned(weight):
-        return triton_linear(x, weight, bias, out_dtype, twin(len(x), chosen))
+    chosen = plan_for(len(x), *weight.shape, tuple(plan))
     x = x if _aligned(x) else x.clone(memory_format=torch.contiguous_format)
-    if len(x) <= MAX_ROWS:
-        return _of_few(x, weight, bias, out_dtype, chosen)
-    return torch.cat([_of_few(part, weight, bias, out_dtype, chosen) for part in x.split(MAX_ROWS)])
+    parts = [x] if len(x) <= MAX_ROWS or _by_twin(weight) else x.split(MAX_ROWS)
+    found = [_launches_of(part, weight, bias, out_dtype, chosen).run(part, weight, bias) for part in parts]
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def _of_few(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, plan: Plan
-) -> torch.Tensor:
-    return _launches_of(x, weight, bias, out_dtype, plan).run(x, weight, bias)
+def _by_twin(weight: torch.Tensor) -> bool:
+    return INTERPRET or not _aligned(weight)
 
 
 def _launches_of(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, plan: Plan
 ) -> Launches:
+    """Return the launches of so many rows, by the :func:`twin` where it computes; otherwise they are at most 64."""
+    if _by_twin(weight):
+        return twins_launches(x, weight, bias, out_dtype, twin(len(x), plan))
     strides = x.stride()[0], weight.stride()[0]
     return _launches(len(x), *weight.shape, strides, bias is not None, out_dtype, plan, x.device)
 
@@ -244,7 +242,7 @@ class WgmmaLinear:
     candidates = staticmethod(candidates)
 
     def __init__(self, cfg: LinearConfig, config: Mapping[str, int] | None = None) -> None:
-        self.cfg, self.out_dtype = cfg, cfg.y_dtype
+        self.out_dtype = cfg.y_dtype
         if config:
             check_keys("linear", "config of the wgmma backend", config, (*Plan._fields, LEAVE), (LEAVE,))
         self.plan = [config[name] for name in Plan._fields] if config else []
@@ -258,16 +256,9 @@ class WgmmaLinear:
 
     def splits(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> SplitRows | None:
         """Return ``y`` of ``x`` ``[M, K]``, its splits left to who reads it; ``None``: the call is what there is."""
-        if not self.leaves_splits or x.dim() != 2 or not 0 < len(x) <= MAX_ROWS:
+        if not self.leaves_splits or x.dim() != 2 or not 0 < len(x) <= MAX_ROWS or not _aligned(x):
             return None
         if not _linear_wgmma.unwatched(x, weight, bias):
             return None
         plan = plan_for(len(x), *weight.shape, tuple(self.plan))
-        if INTERPRET or not _aligned(weight):
-            return self._twin(twin(len(x), plan)).splits(x, weight, bias)
-        if not _aligned(x):
-            return None
         return _launches_of(x, weight, bias, self.out_dtype, plan).leave(x, weight, bias, self.out_dtype)
-
-    def _twin(self, parameters: Sequence[int]) -> TritonLinear:
-        return TritonLinear(self.cfg, dict(zip(PARAMETERS, parameters, strict=True)) | {LEAVE: 1})
