@@ -40,9 +40,11 @@ from fastlayers.linear.split_rows import SplitRows
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.launch_config import candidates
 from fastlayers.moe.fused_moe.packages import deep_gemm
+from fastlayers.moe.fused_moe.packages.deep_gemm_gathered import DeepGemmGatheredFusedMoE
 from fastlayers.moe.fused_moe.swizzle import swizzle
 from fastlayers.moe.fused_moe.triton import activation, permute
 from fastlayers.moe.fused_moe.triton.backend import TritonFusedMoE
+from fastlayers.moe.fused_moe.triton.gathered_gate_up import PLANS
 from fastlayers.moe.fused_moe.triton.mxfp4 import hopper as mxfp4_hopper
 from fastlayers.moe.fused_moe.triton.mxfp4 import plans as mxfp4_plans
 from fastlayers.moe.fused_moe.weights import MoEWeights
@@ -302,12 +304,16 @@ def _product(a: torch.Tensor, scale: Any, weight: torch.Tensor, more: Any, rows:
 
 def _rows(recorder: Recorder) -> None:
     """Record what stands around another package's grouped GEMMs: permute, activate, combine."""
-    with mock.patch.object(deep_gemm, "_product", _product):
+    with mock.patch.object(deep_gemm, "grouped_product", _product):
         for masked, backend in enumerate((deep_gemm.DeepGemmFusedMoE, deep_gemm.DeepGemmMaskedFusedMoE)):
             for cfg in (V3_EXPERTS, replace(GPT_OSS, quant="none"))[: 2 - masked]:
                 for case in _at("fused_moe", (4, 128, 4096), cfg):
                     recorder.label = f"fused_moe-{backend.__name__}-{case.name}"
                     _run("fused_moe", backend(cfg), case)
+        for case in _at("fused_moe", (128, 4096), V3_EXPERTS, replace(QWEN3_EXPERTS, quant="fp8_block")):
+            for plan in PLANS:
+                recorder.label = f"fused_moe-DeepGemmGatheredFusedMoE-{'_'.join(map(str, plan))}-{case.name}"
+                _run("fused_moe", DeepGemmGatheredFusedMoE(case.cfg, plan._asdict()), case)
     packed = replace(QWEN3_EXPERTS, quant="w4a16", group_size=128, zero_point=True)
     for case in _at("fused_moe", (1,), replace(V3_EXPERTS, dtype=BF16), packed):
         vectors = next(config for config in candidates(case.cfg, 1) if config["m"] == 0)

@@ -200,6 +200,7 @@ def needs_wgmma(build: KernelBuild) -> bool:
     )
 
 
+V3_PACKAGES = ("deep_gemm", "deep_gemm_masked", "deep_gemm_gathered", "sgl_kernel")
 # Which rows make those launches that no case of a layer names.
 OTHERS = {
     r"linear-wgmma-.*": ("linear", "wgmma"),
@@ -212,6 +213,7 @@ OTHERS = {
     r"rms_norm-splits-.*": ("rms_norm", "triton"),
     r"fused_moe-DeepGemmFusedMoE-.*": ("fused_moe", "deep_gemm"),
     r"fused_moe-DeepGemmMaskedFusedMoE-.*": ("fused_moe", "deep_gemm_masked"),
+    r"fused_moe-DeepGemmGatheredFusedMoE-.*": ("fused_moe", "deep_gemm_gathered"),
     r"fused_moe-vectors-(?P<case>.+,fp8_block,.+)": ("fused_moe", "triton"),
     r"fused_moe-vectors-.+,w4a16,.+": ("fused_moe", "triton"),
     r"fused_moe-rows": ("fused_moe", "sgl_kernel"),
@@ -233,7 +235,7 @@ def configurations() -> dict[str, tuple[str, str, Any]]:
         ("fp8_linear", "triton"): spec_of("fp8_linear").cases[0].cfg,
         ("rms_norm", "triton"): spec_of("rms_norm").cases[0].cfg,
     }  # fmt: skip
-    usual |= {("fused_moe", name): V3_EXPERTS for name in ("deep_gemm", "deep_gemm_masked", "sgl_kernel")}
+    usual |= {("fused_moe", name): V3_EXPERTS for name in V3_PACKAGES}
     for label in {build.name.removeprefix(f"{build.kernel.__name__}-") for build in BUILDS} - found.keys():
         for pattern, row in OTHERS.items():
             if (match := re.fullmatch(pattern, label)) is not None:

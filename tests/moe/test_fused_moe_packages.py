@@ -44,6 +44,7 @@ def reason(backend: str, cfg: FusedMoEConfig, device: str = "H200") -> str | Non
         ("deep_gemm", QWEN),
         ("deep_gemm", replace(V3, dtype=None)),
         ("deep_gemm_masked", V3),
+        ("deep_gemm_gathered", V3),
         ("sgl_kernel", V3),
         ("torch_grouped", QWEN),
         ("triton_kernels", OSS),
@@ -65,6 +66,9 @@ def test_runs_on_hopper_only(backend: str, cfg: FusedMoEConfig) -> None:
         ("deep_gemm", replace(QWEN, hidden_size=2000), "hidden_size 2000 is not a multiple of 64"),
         ("deep_gemm", replace(V3, dtype=torch.float16), "dtype float16"),
         ("deep_gemm_masked", QWEN, "quant 'none'"),
+        ("deep_gemm_gathered", QWEN, "quant 'none'"),
+        ("deep_gemm_gathered", replace(V3, bias=True, num_shared=0), "biases"),
+        ("deep_gemm_gathered", replace(V3, activation="swiglu_oai"), "activation"),
         ("sgl_kernel", QWEN, "quant 'none'"),
         ("sgl_kernel", replace(V3, bias=True, num_shared=0), "biases"),
         ("sgl_kernel", replace(V3, activation="swiglu_oai"), "activation"),
@@ -151,6 +155,15 @@ def test_deep_gemm_tile_is_tuned() -> None:
 def test_deep_gemm_masked_simulated(case: str) -> None:
     with fakes.modules(deep_gemm=fakes.FakeDeepGemm()):
         assert simulate("deep_gemm_masked", case)
+
+
+@interpreted
+@pytest.mark.parametrize("case", FP8_CASES)
+def test_deep_gemm_gathered_simulated(case: str) -> None:
+    package = fakes.FakeDeepGemm()
+    with fakes.modules(deep_gemm=package):
+        assert simulate("deep_gemm_gathered", case)
+    assert package.tile == 128, "the process-wide setting is put back"
 
 
 @interpreted

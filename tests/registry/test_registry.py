@@ -293,7 +293,7 @@ def test_without_a_configuration_a_row_is_judged_by_all_shapes_and_phases() -> N
     runs = {
         "mla": ("flashmla", "flashinfer_fa3", "flashinfer_fa2"),
         "gqa": ("flashinfer_fa3", "xqa", "flashinfer_fa2", "sdpa"),
-        "fused_moe": ("triton_kernels", "deep_gemm", "sgl_kernel", "deep_gemm_masked", "torch_grouped"),
+        "fused_moe": ("triton_kernels", "deep_gemm", "sgl_kernel", "deep_gemm_masked", "deep_gemm_gathered"),
         "rms_norm": ("sgl_kernel", "flashinfer"),
     }
     for layer, names in runs.items():

@@ -172,7 +172,7 @@ def test_token_counts_stand_for_all(most: int) -> None:
 
 def test_rows_on_deep_gemm_name_the_counts_that_they_compile_for() -> None:
     rows = [row for layer in LAYERS for row in builtin_registry(layer).ranked if "deep_gemm" in builds.compiling(row)]
-    assert {row.name for row in rows} == {"deep_gemm", "deep_gemm_masked"} and len(rows) == 4
+    assert {row.name for row in rows} == {"deep_gemm", "deep_gemm_masked", "deep_gemm_gathered"} and len(rows) == 5
     assert all(list(row.load().token_counts(None, 200)) == [64, 128, 192] for row in rows)
 
 

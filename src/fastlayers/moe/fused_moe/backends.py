@@ -73,10 +73,10 @@ def _flashinfer_cutlass(cfg: FusedMoEConfig, device: Device) -> str | None:
     """Refuse what the sm_90 alternative of TensorRT-LLM's experts does not take: the same format, silu, no biases."""
     if (why := device.refuses_all_but(9)) is not None:
         return why
-    return "it has no shared experts" if cfg.num_shared else _sgl_kernel(cfg, device)
+    return "it has no shared experts" if cfg.num_shared else _fp8_silu(cfg, device)
 
 
-def _sgl_kernel(cfg: FusedMoEConfig, device: Device) -> str | None:
+def _fp8_silu(cfg: FusedMoEConfig, device: Device) -> str | None:
     if cfg.quant == "fp8_block" and cfg.activation != "silu":
         return f"activation {cfg.activation!r} is not 'silu'"
     if cfg.quant == "fp8_block" and cfg.bias:
@@ -169,7 +169,7 @@ PACKAGES = [
         "sgl_kernel",
         f"{_HERE}.packages.sgl_kernel:SglKernelFusedMoE",
         ("sgl_kernel", "torch.ops:sgl_kernel.es_fp8_blockwise_scaled_grouped_mm", *TRITON_NEEDS),
-        _sgl_kernel,
+        _fp8_silu,
         note=_ROUNDS,
         about=cutlass_schedules.about,
     ),
@@ -179,6 +179,12 @@ PACKAGES = [
         ("deep_gemm:fp8_m_grouped_gemm_nt_masked", *_TILES, *TRITON_NEEDS),
         _deep_gemm_masked,
         note=_ROUNDS,
+    ),
+    Backend(
+        "deep_gemm_gathered",
+        f"{_HERE}.packages.deep_gemm_gathered:DeepGemmGatheredFusedMoE",
+        ("deep_gemm:m_grouped_fp8_gemm_nt_contiguous", *_TILES, *TRITON_NEEDS),
+        _fp8_silu,
     ),
     Backend(
         "torch_grouped",

@@ -45,7 +45,7 @@ def _alignment(rows: int) -> Iterator[Any]:
         native.set_mk_alignment_for_contiguous_layout(before)
 
 
-def _product(
+def grouped_product(
     a: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None,
     rows: Rows, align: int, expected: int,
 ) -> torch.Tensor:  # fmt: skip
@@ -80,11 +80,11 @@ def _chunk(
     rows = place(ids, cfg.num_experts, cfg.num_shared, align=align, capacity=capacity)
     ue8m0, layout = cfg.scale_fmt == "ue8m0", COLUMN_SCALES
     xq, xs = scatter(x, rows, cfg.quant, ue8m0, layout)
-    h = _product(xq, xs, packed.w13, packed.w13_scale, rows, align, average)
+    h = grouped_product(xq, xs, packed.w13, packed.w13_scale, rows, align, average)
     del xq, xs
     a, s = activate(h, ids, packed.w13_bias, rows, cfg, layout)
     del h
-    o = _product(a, s, packed.w2, packed.w2_scale, rows, align, average)
+    o = grouped_product(a, s, packed.w2, packed.w2_scale, rows, align, average)
     combine(o, weights, ids, packed.w2_bias, rows, experts - cfg.num_experts, cfg.scaling_factor, y)
 
 

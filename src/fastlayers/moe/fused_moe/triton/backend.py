@@ -35,14 +35,13 @@ from fastlayers.moe.fused_moe.triton.packed_vector import packed_vector_experts
 from fastlayers.moe.fused_moe.triton.pair_gemm import pair_experts
 from fastlayers.moe.fused_moe.triton.pair_vector import vector_experts
 from fastlayers.moe.fused_moe.triton.pair_vector_fp8 import fp8_vector_experts
+from fastlayers.moe.fused_moe.triton.quantize import CODES, quantize
 from fastlayers.moe.fused_moe.triton.reduce import launch_reduce, reduce
 from fastlayers.moe.fused_moe.triton.strip_gemm import strip_kernel
 from fastlayers.moe.fused_moe.weights import EPS, FORMATS, GROUP, PLAIN_INPUTS, MoEWeights
 from fastlayers.quant.weight_only_config import WEIGHT_ONLY
 from fastlayers.runtime.launch import side_by_side
 from fastlayers.triton_lang import dependent_launch
-
-CODES = {"fp8_block": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def _extend(
@@ -60,40 +59,6 @@ def _extend(
         num_warps=1, **dependent_launch(weights.device),
     )  # fmt: skip
     return out_weights, out_ids
-
-
-@lru_cache(maxsize=4096)
-def _launch_quantize(
-    rows: int, width: int, stride: int, skip: bool, experts: int, quant: str, ue8m0: bool, device: torch.device
-) -> tuple[int, Callable[..., None]]:
-    """Return the groups of a row, and what quantises so many rows."""
-    fp8 = quant == "fp8_block"
-    block = GROUP if fp8 else next_power_of_2(width)
-    groups = cdiv(width, block)
-    parts, warps = _parts(rows * groups, block)
-    return groups, grouped_gemm.quantize_rows_kernel.at(
-        (cdiv(rows * groups, parts),), rows * groups, groups, stride, width, width, experts, EPS,
-        SKIP=skip, MAX=448.0 if fp8 else 127.0, UE8M0=ue8m0, INT8=not fp8, PARTS=parts, BLOCK=block, num_warps=warps,
-        **dependent_launch(device),
-    )  # fmt: skip
-
-
-def _quantize(
-    x: torch.Tensor, ids: torch.Tensor | None, experts: int, quant: str, ue8m0: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes ``[R, K]`` and scales ``[R, groups]``; with ``ids`` (one a row) dropped rows are skipped."""
-    rows, width = x.shape
-    groups, launch = _launch_quantize(rows, width, x.stride()[0], ids is not None, experts, quant, ue8m0, x.device)
-    q, s = x.new_empty(rows, width, dtype=CODES[quant]), x.new_empty(rows, groups, dtype=torch.float32)
-    launch(x, x if ids is None else ids, q, s)
-    return q, s
-
-
-def _parts(count: int, block: int) -> tuple[int, int]:
-    """Return (groups a program takes, its warps): many small programs if few groups."""
-    if block > GROUP:
-        return 1, max(1, min(8, block // 512))
-    return (1, 1) if count <= 512 else (4, 1) if count <= 8192 else (16, 4)
 
 
 class _Launches(NamedTuple):
@@ -184,7 +149,7 @@ def _chunk(
     if plan.first.m == 0:
         vector_experts(x, weights, ids, packed, y, plan, oai, cfg.alpha, cfg.limit, factor, cfg.interleaved)
         return
-    values, scale = (x, weights) if quant == "none" else _quantize(x, None, experts, quant, ue8m0)
+    values, scale = (x, weights) if quant == "none" else quantize(x, None, experts, quant, ue8m0)
     if plan.by_pair:
         pair_experts(
             values, scale, weights, ids, packed, y, cfg.num_shared, plan, quant, ue8m0, oai, cfg.alpha, cfg.limit,
@@ -203,7 +168,7 @@ def _chunk(
         memory, values, scale, packed.w13, packed.w13_scale, scale if packed.w13_bias is None else packed.w13_bias,
         *rows, *(() if how.fused else (scale,)), *aligned,
     )  # fmt: skip
-    between = _quantize(*rows, ids, experts, quant, ue8m0) if rows else ()
+    between = quantize(*rows, ids, experts, quant, ue8m0) if rows else ()
     bias2 = () if plan.strip > 1 else (weights if packed.w2_bias is None else packed.w2_bias,)
     how.down(memory, *between, packed.w2, packed.w2_scale, *bias2, weights, *aligned)
     how.reduce(memory, ids, y)
