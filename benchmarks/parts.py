@@ -379,6 +379,12 @@ def _ranks() -> Iterator[Part]:
 # DeepSeek-V3's experts with the shared one among them.
 _SHARED = "D=7168,E=256,top_k=8,num_shared=1,quant=fp8_block,scaling_factor=2.5"
 
+# DeepSeek-V3's latents in e4m3, all heads.
+_LATENTS = (
+    "num_heads=128,kv_lora_rank=512,qk_rope_head_dim=64,qk_nope_head_dim=128,v_head_dim=128,"
+    "softmax_scale=0.1352337788608801,kv_dtype=float8_e4m3fn"
+)
+
 # Qwen3-30B-A3B's experts as AWQ and GPTQ pack them.
 _PACKED = "D=2048,I=768,E=128,top_k=8,quant=w4a16,group_size=128,dtype=bf16"
 
@@ -396,6 +402,7 @@ def _tables() -> Iterator[Part]:
         ("mla_tp8_e4m3", "deepseek-ai/DeepSeek-V3 --tp 8 --kv-dtype e4m3 --layer mla", PACKAGES),
         ("mla_tp1", "deepseek-ai/DeepSeek-V3 --layer mla", PACKAGES),
         ("mla_tp1_e4m3", "deepseek-ai/DeepSeek-V3 --kv-dtype e4m3 --layer mla", PACKAGES),
+        ("mla_tp1_e4m3_long", f"--layer mla --shape {_LATENTS},phase=decode,context=65536", PACKAGES),
         ("gqa", "Qwen/Qwen3-8B Qwen/Qwen3-30B-A3B openai/gpt-oss-20b --layer gqa", PACKAGES),
         ("gqa_e4m3", "Qwen/Qwen3-8B openai/gpt-oss-20b --kv-dtype e4m3 --layer gqa", PACKAGES),
         ("fused_moe_qwen3_30b", "Qwen/Qwen3-30B-A3B --layer fused_moe", ()),
@@ -416,7 +423,7 @@ def _tables() -> Iterator[Part]:
         ("weight_only_linear_32", _weights_alone("group_size=32"), ()),
     )
     # FlashInfer builds its kernels meanwhile; 80 seconds measured the first token count, or all but the last.
-    more = {"mla_tp8": 160, "mla_tp1": 120, "mla_tp1_e4m3": 120, "gqa": 240, "gqa_e4m3": 160, "fused_moe_gpt_oss": 70,
+    more = {"mla_tp8": 160, "mla_tp1": 120, "mla_tp1_e4m3": 120, "mla_tp1_e4m3_long": 45, "gqa": 240, "gqa_e4m3": 160, "fused_moe_gpt_oss": 70,
             "fused_moe_tp8": 110, "fused_moe_fp8": 300, "fused_moe_257": 110, "fused_moe_257_tp1": 110,
             "fp8_linear_tp8": 200, "fp8_linear_tp1": 250, "int8_linear": 45, "weight_only_linear": 60,
             "weight_only_linear_32": 60}  # fmt: skip
