@@ -22,6 +22,7 @@ from fastlayers.attention.mla import triton_reduce as mla_reduce
 from fastlayers.attention.mla import wgmma as mla_wgmma
 from fastlayers.device import Device
 from fastlayers.linear.dense import triton_wgmma as linear_wgmma
+from fastlayers.linear.dense import triton_wgmma_gated as linear_gated
 from fastlayers.linear.dense.layer import LinearConfig
 from fastlayers.moe.fused_moe.triton.mxfp4 import plans as mxfp4_plans
 from fastlayers.moe.fused_moe.triton.mxfp4 import wgmma as mxfp4_wgmma
@@ -193,6 +194,7 @@ def needs_wgmma(build: KernelBuild) -> bool:
     """Return whether a launch multiplies by ``wgmma``, which sm_90 alone has; its plan or row says so elsewhere."""
     return build.kernel.__module__ in (
         linear_wgmma.__name__,
+        linear_gated.__name__,
         mxfp4_wgmma.__name__,
         mla_gluon.__name__,
         mla_wgmma.__name__,
@@ -202,7 +204,7 @@ def needs_wgmma(build: KernelBuild) -> bool:
 
 # Which rows make those launches that no case of a layer names.
 OTHERS = {
-    r"linear-wgmma-.*": ("linear", "wgmma"),
+    r"linear-(wgmma|gated)-.*": ("linear", "wgmma"),
     r"gqa-(?P<case>\w+)-tree-\d": ("gqa", "triton"),
     r"mla-(?P<case>\w+)-tree-\d+": ("mla", "triton"),
     r"mla-(?P<case>\w+)-heads-.*": ("mla", "gluon"),
