@@ -124,6 +124,22 @@ def test_cached_rows_are_left_operands_where_copies_put_them(build: KernelBuild)
     assert "ld.global" not in ptx[:wait] and ptx.count("griddepcontrol.wait") == 1
 
 
+GATED = [build for build in BUILDS if build.kernel.__module__ == linear_gated.__name__]
+
+
+@pytest.mark.parametrize("build", GATED, ids=lambda build: build.name)
+def test_gates_are_activated_where_they_were_summed(build: KernelBuild) -> None:
+    """One exponential a gate, by the instructions of the activation alone; x and y come behind the wait."""
+    ptx, sizes = compiled_for(build).asm["ptx"], build.constexprs
+    gates = 8 * sizes["W"] * sizes["TOKENS"] // (32 * build.num_warps)
+    assert ptx.count("ex2.approx.ftz.f32") == ptx.count("rcp.approx.ftz.f32") == gates
+    assert ptx.count("fma.rn.bf16x2") == (gates // 2 if "bf16" in build.signature["y_ptr"] else 0)
+    wait = ptx.index("griddepcontrol.wait")
+    assert ptx.count("griddepcontrol.wait") == 1 and "st.global" not in ptx[:wait]
+    copies = ptx[:wait].count("cp.async.cg.shared.global")
+    assert copies == (sizes["STAGES"] - 1) * 16 * sizes["W"] * 64 * 2 // 16 // (32 * build.num_warps)
+
+
 PARTS = [build for build in BUILDS if build.kernel.__module__ == mla_reduce.__name__]
 
 

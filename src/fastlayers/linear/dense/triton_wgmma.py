@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -253,7 +253,7 @@ class WgmmaLinear:
             accepted = f"SPLITS of 1 with {ACT}: splits are not activated"
             raise ArgumentError("linear", "config of the wgmma backend", dict(config or {}), accepted)
         # By name: what is tuned as this class is its own kernels, see fastlayers.tuning.sources.
-        self._gated = import_module(f"{__package__}.triton_wgmma_gated").gated_rows if self.activates else None
+        self._gated: Any = import_module(f"{__package__}.triton_wgmma_gated").gated_rows if self.activates else None
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return ``y`` ``[..., N]``, a new contiguous tensor."""
