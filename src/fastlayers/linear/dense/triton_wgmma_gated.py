@@ -35,7 +35,7 @@ def halves_by(warps, tokens):
     while 4 << len(apart) < tokens:
         apart = [*apart, [0, 4 << len(apart)]]
     lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
-    several = [[8 << warp, 0] for warp in range(3) if 1 << warp < warps]
+    several = [[8 << warp, 0] for warp in range(5) if 1 << warp < warps]
     return gl.DistributedLinearLayout(apart, lanes, several, [], [8 * warps, tokens])
 
 
