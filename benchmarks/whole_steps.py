@@ -28,7 +28,6 @@ from generate import MODELS, randomize
 from fastlayers import tuning
 from fastlayers.attention.meta import AttentionBatch
 from fastlayers.device import Device, as_device
-from fastlayers.linear.dense.layer import ACT
 from fastlayers.linear.split_rows import LEAVE, is_marked
 from fastlayers.registry import registry
 from fastlayers.registry.choice import Ladder
@@ -38,7 +37,6 @@ from fastlayers.tuning.provenance import provenance
 from fastlayers.tuning.samples import Option
 from fastlayers.tuning.staleness import kernel_hash
 from fastlayers_models.auto import family_of
-from fastlayers_models.blocks import SwiGLU
 from fastlayers_models.generate import Generator
 
 BEGIN = time.perf_counter()
@@ -67,9 +65,8 @@ class Place:
     modules: list[Any]
     installed: Option = field(default_factory=lambda: Option(""))
     options: list[Option] = field(default_factory=list)
-    # Whether a norm behind it may add its splits; whether its launch may also activate.
+    # Whether a norm behind it may add its splits.
     leaves: bool = False
-    activates: bool = False
 
     @property
     def key(self) -> str:
@@ -99,13 +96,11 @@ def places_of(model: Any, context: int) -> list[Place]:
     layers = model.decoder.layers
     found: dict[str, Place] = {}
     normed = {linear for layer in layers for linear in read_by_norms(layer)}
-    gated = {linear for layer in layers for linear in read_by_activation(layer)}
     for module in [m for layer in layers for m in layer.modules()] + [model.lm_head]:
         if getattr(getattr(module, "choice", None), "layer", "") == "linear":
             place = found.setdefault(str(module.cfg), Place("linear", module.cfg, []))
             place.modules.append(module)
             place.leaves |= module in normed
-            place.activates |= module in gated
     attention: dict[str, Place] = {}
     for layer in layers:  # some have windows, some have not
         cfg = replace(layer.self_attn.decode_choice.cfg, context=context)
@@ -120,27 +115,12 @@ def read_by_norms(layer: Any) -> Iterator[Any]:
             yield getattr(module, name)
 
 
-def read_by_activation(layer: Any) -> Iterator[Any]:
-    """Yield the linear of a layer's MLP whose launch may also activate."""
-    mlp = getattr(layer, layer.MLP)
-    if type(mlp).forward is SwiGLU.forward and mlp.act_quant is None:
-        yield mlp.gate_up_proj
-
-
 def leaving(options: Sequence[Option], rules: Mapping[str, Mapping[str, Any]]) -> Iterator[Option]:
     """Yield those options that split, with their splits left to the norm behind them."""
     for option in options:
         config = dict(option.config) or dict(rules.get(option.backend, {}))
         if config.get("SPLITS", 1) > 1:
             yield Option(option.backend, tuple(sorted((config | {LEAVE: 1}).items())))
-
-
-def activating(options: Sequence[Option], rules: Mapping[str, Mapping[str, Any]]) -> Iterator[Option]:
-    """Yield those options by ``wgmma`` that do not split, with the activation in the same launch."""
-    for option in options:
-        config = dict(option.config) or dict(rules.get(option.backend, {}))
-        if option.backend == "wgmma" and config.get("SPLITS") == 1:
-            yield Option(option.backend, tuple(sorted((config | {ACT: 1}).items())))
 
 
 def near_options(place: Place, rows: int, device: Device) -> list[Option]:
@@ -164,8 +144,7 @@ def near_options(place: Place, rows: int, device: Device) -> list[Option]:
                 found[Option.of(row)] = None
     vector = (("VECTOR", 1),)
     options = [option for option in found if rows <= 4 or not set(vector) & set(option.config)]
-    ways = [way for way, may in ((leaving, place.leaves), (activating, place.activates)) if may]
-    return [*options, *(each for way in ways for each in way([place.installed, *options], rules))]
+    return [*options, *(leaving([place.installed, *options], rules) if place.leaves else ())]
 
 
 def offer(places: Sequence[Place], rows: int, device: Device) -> None:
@@ -183,9 +162,7 @@ def compile_products(places: Sequence[Place], rows: int, device: Device) -> None
     for place in (place for place in places if place.layer == "linear"):
         module = place.modules[0]
         x = torch.zeros(rows, place.cfg.in_features, dtype=place.cfg.dtype, device=module.weight.device)
-        made = [place.build(option) for option in place.options]
-        calls = [impl.activated if getattr(impl, "activates", False) else impl for impl in made]
-        jobs += [partial(call, x, module.weight, module.bias) for call in calls]
+        jobs += [partial(place.build(option), x, module.weight, module.bias) for option in place.options]
     with torch.inference_mode(), ThreadPoolExecutor(8 if device.type == "cuda" else 1) as pool:
         list(pool.map(lambda job: job(), jobs))
 

@@ -17,7 +17,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastlayers.linear.dense.layer import ACT
 from fastlayers.linear.split_rows import LEAVE
 from fastlayers.registry import registry
 from fastlayers.tuning.samples import Option, Sample
@@ -61,9 +60,9 @@ def steps_of(layer: str, key: str, device: str, result: Path = RESULT) -> tuple[
 def alone(samples: Sequence[Sample], option: Option, tokens: int) -> float:
     """Return what an option's call takes alone; where it was not timed, what the best of its neighbours say.
 
-    Alone it adds the splits that it leaves in a step, and does not activate.
+    Alone it adds the splits that it leaves in a step.
     """
-    option = Option(option.backend, tuple(each for each in option.config if each[0] not in (LEAVE, ACT)))
+    option = Option(option.backend, tuple(each for each in option.config if each[0] != LEAVE))
     counts = sorted({sample.tokens for sample in samples})
 
     def best(count: int) -> float:

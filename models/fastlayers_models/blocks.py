@@ -62,15 +62,12 @@ class SwiGLU(nn.Module):
     def forward(self, x: torch.Tensor, valid: torch.Tensor | None = None, *, split: bool = False) -> torch.Tensor:
         """Return ``[T, D]``, with ``split`` maybe as ``SplitRows``, see ``leaves``; ``valid`` is not needed here."""
         held: Any = self._modules
-        gate_up, down, activation = held["gate_up_proj"], held["down_proj"], held["act_fn"]
+        gate_up, down, activation = held["gate_up_proj"](x), held["down_proj"], held["act_fn"]
         quant = self.act_quant
         if quant is not None:
-            out: torch.Tensor = down.gated(gate_up(x), activation, quant)
+            out: torch.Tensor = down.gated(gate_up, activation, quant)
             return out
-        inner = gate_up.activated(x, activation) if type(gate_up) is fl.Linear and gate_up.ladder.activates else None
-        if inner is None:
-            inner = activation(gate_up(x))
-        out = rows_of(down, inner) if split else down(inner)
+        out = rows_of(down, activation(gate_up)) if split else down(activation(gate_up))
         return out
 
 

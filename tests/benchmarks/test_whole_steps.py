@@ -145,36 +145,6 @@ def test_splits_are_also_left_where_a_norm_reads_them(steps: Any) -> None:
         assert all(one.build(each).leaves_splits for each in one.options if dict(each.config).get("LEAVE"))
 
 
-def test_products_also_activate_in_front_of_an_mlps_activation(steps: Any) -> None:
-    """Of a layer's linears gate and up; of their options those by ``wgmma`` that do not split."""
-    model = {}
-    for name in ("qwen3_8b", "qwen3_30b_a3b"):
-        small = steps.MODELS[name] | steps.SMALL
-        family: Any = family_of(small)
-        model[name] = family(family.config_class.from_hf(small), device="cpu", dtype=torch.bfloat16)
-    places = [each for each in steps.places_of(model["qwen3_8b"], 1024) if each.layer == "linear"]
-    gate_up = model["qwen3_8b"].decoder.layers[0].mlp.gate_up_proj
-    assert [each.modules for each in places if each.activates] == [[gate_up]]
-    assert not any(each.activates for each in steps.places_of(model["qwen3_30b_a3b"], 1024))
-    one, split = {"W": 8, "SPLITS": 1, "STAGES": 5}, {"W": 4, "SPLITS": 2, "STAGES": 5}
-    options = [Option("torch"), Option("wgmma"), Option("triton", (("SPLITS", 1),))]
-    options += [Option("wgmma", tuple(sorted(each.items()))) for each in (one, split)]
-    found = [dict(each.config) for each in steps.activating(options, {"wgmma": one | {"STAGES": 4}, "triton": {}})]
-    assert found == [one | {"STAGES": 4, "ACT": 1}, one | {"ACT": 1}]
-    h200, shape = DESCRIBED["H200"], LinearConfig(4096, 24576)
-    choice = registry("linear").choose(shape, h200, "auto")
-    for activates in (False, True):
-        place = steps.Place("linear", shape, [SimpleNamespace(choice=choice)], activates=activates)
-        steps.offer([place], 32, h200)
-        of_wgmma = [dict(each.config) for each in place.options if each.backend == "wgmma"]
-        whole = [each for each in of_wgmma if each.get("SPLITS") == 1 and "ACT" not in each]
-        active = [each for each in of_wgmma if "ACT" in each]
-        assert len(whole) > 1 and all((each | {"ACT": 1} in active) == activates for each in whole)
-        assert len(active) == activates * len({*map(str, active)}) and len(active) <= len(whole) + 1
-        built = [place.build(each) for each in place.options if each.backend == "wgmma"]
-        assert [impl.activates for impl in built] == ["ACT" in each for each in of_wgmma]
-
-
 def test_few_of_each_place_are_tried_again_and_always_what_was_installed(steps: Any) -> None:
     tiles = [Option("triton", (("BLOCK_N", n),)) for n in range(6)]
     places = [place(steps, 4, TRITON, *tiles)]

@@ -32,9 +32,7 @@ from fastlayers.comm import triton_exchange, triton_push, triton_tokens
 from fastlayers.linear.bmm.layer import BmmConfig
 from fastlayers.linear.dense.layer import LinearConfig
 from fastlayers.linear.dense.triton_bf12 import linear_bf12
-from fastlayers.linear.dense.triton_wgmma import Plan as WgmmaPlan
 from fastlayers.linear.dense.triton_wgmma import candidates as wgmma_candidates
-from fastlayers.linear.dense.triton_wgmma_gated import gated_rows
 from fastlayers.linear.fp8_block.layer import FP8LinearConfig
 from fastlayers.linear.fp8_scaled.layer import FP8ScaledLinearConfig
 from fastlayers.linear.int8.layer import Int8LinearConfig
@@ -391,21 +389,6 @@ def _wgmma(recorder: Recorder) -> None:
                 )  # fmt: skip
 
 
-def _gated(recorder: Recorder) -> None:
-    """Record the same with the activation in the launch: plans without splits, halves of whole programs and not."""
-    for n, k, rows, dtype in (
-        (24576, 4096, 32, BF16), (24576, 4096, 8, BF16), (24576, 4096, 64, BF16), (4096, 2048, 16, FP16),
-        (200, 512, 2, BF16),
-    ):  # fmt: skip
-        plans = [plan for plan in wgmma_candidates(LinearConfig(k, n, dtype=dtype), rows) if plan["SPLITS"] == 1]
-        for plan in plans:
-            for bias in (None, _empty(n, dtype=dtype)):
-                recorder.label = f"linear-gated-{n}x{k}-{rows}-{TYPES[dtype]}{'' if bias is None else '-bias'}"
-                gated_rows(
-                    _empty(rows, k, dtype=dtype), _empty(n, k, dtype=dtype), bias, dtype, WgmmaPlan(**plan)
-                )  # fmt: skip
-
-
 def _attention(recorder: Recorder) -> None:
     """Record captured extends, and queries that a package takes in e4m3."""
     for name, bucket in (("qwen3_8b_prefill", ExtendBucket(2048, 8)), ("gpt_oss_prefill", ExtendBucket(512, 4))):
@@ -571,7 +554,6 @@ def builds() -> list[KernelBuild]:
         _rows(recorder)
         _bf12(recorder)
         _wgmma(recorder)
-        _gated(recorder)
         _attention(recorder)
         _ranks(recorder)
         _patched(recorder)

@@ -22,7 +22,6 @@ from fastlayers.attention.mla import triton_reduce as mla_reduce
 from fastlayers.attention.mla import wgmma as mla_wgmma
 from fastlayers.device import Device
 from fastlayers.linear.dense import triton_wgmma as linear_wgmma
-from fastlayers.linear.dense import triton_wgmma_gated as linear_gated
 from fastlayers.linear.dense.layer import LinearConfig
 from fastlayers.moe.fused_moe.triton.mxfp4 import plans as mxfp4_plans
 from fastlayers.moe.fused_moe.triton.mxfp4 import wgmma as mxfp4_wgmma
@@ -124,22 +123,6 @@ def test_cached_rows_are_left_operands_where_copies_put_them(build: KernelBuild)
     assert "ld.global" not in ptx[:wait] and ptx.count("griddepcontrol.wait") == 1
 
 
-GATED = [build for build in BUILDS if build.kernel.__module__ == linear_gated.__name__]
-
-
-@pytest.mark.parametrize("build", GATED, ids=lambda build: build.name)
-def test_gates_are_activated_where_they_were_summed(build: KernelBuild) -> None:
-    """One exponential a gate, by the instructions of the activation alone; x and y come behind the wait."""
-    ptx, sizes = compiled_for(build).asm["ptx"], build.constexprs
-    gates = 8 * sizes["W"] * sizes["TOKENS"] // (32 * build.num_warps)
-    assert ptx.count("ex2.approx.ftz.f32") == ptx.count("rcp.approx.ftz.f32") == gates
-    assert ptx.count("fma.rn.bf16x2") == (gates // 2 if "bf16" in build.signature["y_ptr"] else 0)
-    wait = ptx.index("griddepcontrol.wait")
-    assert ptx.count("griddepcontrol.wait") == 1 and "st.global" not in ptx[:wait]
-    copies = ptx[:wait].count("cp.async.cg.shared.global")
-    assert copies == (sizes["STAGES"] - 1) * 16 * sizes["W"] * 64 * 2 // 16 // (32 * build.num_warps)
-
-
 PARTS = [build for build in BUILDS if build.kernel.__module__ == mla_reduce.__name__]
 
 
@@ -210,7 +193,6 @@ def needs_wgmma(build: KernelBuild) -> bool:
     """Return whether a launch multiplies by ``wgmma``, which sm_90 alone has; its plan or row says so elsewhere."""
     return build.kernel.__module__ in (
         linear_wgmma.__name__,
-        linear_gated.__name__,
         mxfp4_wgmma.__name__,
         mla_gluon.__name__,
         mla_wgmma.__name__,
@@ -221,7 +203,7 @@ def needs_wgmma(build: KernelBuild) -> bool:
 V3_PACKAGES = ("deep_gemm", "deep_gemm_masked", "deep_gemm_gathered", "sgl_kernel")
 # Which rows make those launches that no case of a layer names.
 OTHERS = {
-    r"linear-(wgmma|gated)-.*": ("linear", "wgmma"),
+    r"linear-wgmma-.*": ("linear", "wgmma"),
     r"gqa-(?P<case>\w+)-tree-\d": ("gqa", "triton"),
     r"mla-(?P<case>\w+)-tree-\d+": ("mla", "triton"),
     r"mla-(?P<case>\w+)-heads-.*": ("mla", "gluon"),

@@ -23,7 +23,7 @@ PACKAGE = Path(fl.__file__).parent
 # What launches kernels without being a backend of a layer: no tuned table holds their times.
 WITHOUT_TABLES = (
     "fastlayers.attention.mla.joined_heads:join_heads", "fastlayers.comm.triton_exchange:Exchange",
-    "fastlayers.linear.dense.triton_bf12:BF12Linear", "fastlayers.linear.dense.triton_wgmma_gated:gated_rows",
+    "fastlayers.linear.dense.triton_bf12:BF12Linear",
     "fastlayers.comm.triton_push:PushSum", "fastlayers.comm.triton_tokens:TokenExchange",
     "fastlayers.moe.placement.triton:TritonSlots", "fastlayers.norm.rms_norm.split:split_norm",
     "fastlayers.patching.triton_dense:TritonDense", "fastlayers.patching.triton_turn:TritonTurn",

@@ -104,12 +104,10 @@ def result_of(path: Path, kernels: dict[str, str] | None) -> Path:
 
 
 def test_what_leaves_splits_takes_alone_what_adds_them_takes(tool: Any) -> None:
-    """A call alone has no norm behind it, and no activation; steps say by how much leaving is better, or worse."""
+    """A call alone has no norm behind it; steps say by how much leaving is better, or worse."""
     tile, left = (("BLOCK_N", 64), ("SPLITS", 2)), (("BLOCK_N", 64), ("LEAVE", 1), ("SPLITS", 2))
     samples = [Sample(32, Option("triton", tile), 12.0, 0.0), Sample(32, Option("torch"), 10.0, 0.0)]
     assert tool.alone(samples, Option("triton", left), 32) == 12.0
-    gated = [Sample(32, Option("wgmma", (("SPLITS", 1), ("W", 4))), 48.0, 0.0), Sample(32, Option("torch"), 49.0, 0.0)]
-    assert tool.alone(gated, Option("wgmma", (("ACT", 1), ("SPLITS", 1), ("W", 4))), 32) == 48.0
     found = tool.in_steps(samples, {32: {Option("triton", left): 0.0, Option("torch"): 1.5}}, ("triton", "torch"))
     assert {(s.option, s.us) for s in found} == {(Option("triton", left), 12.0), (Option("torch"), 13.5)}
 

@@ -71,8 +71,6 @@ class Ladder:
         self.single = impls[0] if len(impls) == 1 else None
         # Whether some rung leaves a sum to the layer behind it: see fastlayers.linear.split_rows.
         self.leaves_splits = any(getattr(impl, "leaves_splits", False) for impl in impls)
-        # Whether some rung may compute what the layer behind it does: see fastlayers.Linear.activated.
-        self.activates = any(getattr(impl, "activates", False) for impl in impls)
 
     def pick(self, num_tokens: int) -> Any:
         """Return the implementation for this token count; a loop over few rungs, which torch.compile can trace."""

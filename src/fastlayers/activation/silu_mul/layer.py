@@ -19,8 +19,6 @@ from fastlayers.layer import Layer
 from fastlayers.registry import Backend, Registry, reference_backend, torch_backend, triton_backend
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Backends that round as the kernels do that activate and something else: after silu, and after the product.
-ROUNDS_TWICE = ("triton", "torch", "reference")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fastlayers.activation.silu_mul.layer import ROUNDS_TWICE, SiluAndMul
 from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.device import Device, as_device
 from fastlayers.errors import check_choice, check_positive
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from fastlayers.linear.split_rows import SplitRows
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# In a configuration of the backend wgmma: 1 where the launch activates, if SiLU-and-multiply alone reads its output.
-ACT = "ACT"
 
 
 @dataclass(frozen=True)
@@ -181,34 +178,6 @@ class Linear(LinearBase):
         found: SplitRows | None = None
         if splits is not None:
             found = splits(x, *self.operands(), self.bias if self.adds_bias else None)
-        return found
-
-    def activated(self, x: torch.Tensor, act: nn.Module) -> torch.Tensor | None:
-        """Return ``act(self(x))`` ``[T, N / 2]`` by one launch; ``None``: it takes two, or may have other bits.
-
-        For whoever holds this layer of a gate and an up projection, in this order, and the :class:`SiluAndMul` that
-        alone reads ``y``. One launch it is where the backend of so many rows was given ``ACT`` in its configuration,
-        both parts have one size, and the backend of ``act`` rounds twice. Hooks and whatever stands in the place of
-        either see rows, as ever; so do steps that record gradients or are compiled.
-
-        Parameters
-        ----------
-        x : Tensor ``[T, K]``
-        act : nn.Module
-        """
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or x.dim() != 2:
-            return None
-        if type(self) is not Linear or type(act) is not SiluAndMul or watched(self) or watched(act):
-            return None
-        if self._compiled_call_impl is not None or act._compiled_call_impl is not None:
-            return None
-        rows, fits = x.shape[0], self.part_sizes == [act.cfg.size] * 2 and act.cfg.dtype in (None, self.cfg.y_dtype)
-        activated = getattr(self.ladder.single or self.ladder.pick(rows), "activated", None)
-        if activated is None or not fits or act.ladder.choice.rung_for(rows).backend.name not in ROUNDS_TWICE:
-            return None
-        if not self.trusted:
-            self.check_input(x, self.cfg.dtype, self.weight.device)
-        found: torch.Tensor | None = activated(x, *self.operands(), self.bias if self.adds_bias else None)
         return found
 
     def store_bf12(self, packed: dict[Any, BF12Weights | None] | None = None) -> str:

@@ -17,8 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from functools import lru_cache
-from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -26,9 +25,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from fastlayers.errors import ArgumentError, check_keys
+from fastlayers.errors import check_keys
 from fastlayers.integers import cdiv, next_power_of_2
-from fastlayers.linear.dense.layer import ACT, LinearConfig
+from fastlayers.linear.dense.layer import LinearConfig
 from fastlayers.linear.dense.triton import PARAMETERS, Launches, adding
 from fastlayers.linear.dense.triton import launches_of as twins_launches
 from fastlayers.linear.split_rows import LEAVE, SplitRows, told
@@ -245,15 +244,9 @@ class WgmmaLinear:
     def __init__(self, cfg: LinearConfig, config: Mapping[str, int] | None = None) -> None:
         self.out_dtype = cfg.y_dtype
         if config:
-            check_keys("linear", "config of the wgmma backend", config, (*Plan._fields, LEAVE, ACT), (LEAVE, ACT))
+            check_keys("linear", "config of the wgmma backend", config, (*Plan._fields, LEAVE), (LEAVE,))
         self.plan = [config[name] for name in Plan._fields] if config else []
         self.leaves_splits = told(bool(config and config.get(LEAVE)))
-        self.activates = bool(config and config.get(ACT))
-        if self.activates and Plan(*self.plan).SPLITS != 1:
-            accepted = f"SPLITS of 1 with {ACT}: splits are not activated"
-            raise ArgumentError("linear", "config of the wgmma backend", dict(config or {}), accepted)
-        # By name: what is tuned as this class is its own kernels, see fastlayers.tuning.sources.
-        self._gated: Any = import_module(f"{__package__}.triton_wgmma_gated").gated_rows if self.activates else None
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return ``y`` ``[..., N]``, a new contiguous tensor."""
@@ -263,23 +256,9 @@ class WgmmaLinear:
 
     def splits(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> SplitRows | None:
         """Return ``y`` of ``x`` ``[M, K]``, its splits left to who reads it; ``None``: the call is what there is."""
-        plan = self._plan_of(x, weight, bias) if self.leaves_splits else None
-        if plan is None:
-            return None
-        return _launches_of(x, weight, bias, self.out_dtype, plan).leave(x, weight, bias, self.out_dtype)
-
-    def activated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """Return SiLU of the first half of ``y`` of ``x`` ``[M, K]`` times the other; ``None``: the call is all."""
-        plan = self._plan_of(x, weight, bias) if self._gated is not None else None
-        if plan is None or plan.SPLITS != 1:
-            return None
-        y: torch.Tensor = self._gated(x, weight, bias, self.out_dtype, plan)
-        return y
-
-    def _plan_of(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Plan | None:
-        """Return the plan of rows that are launched as they are; ``None``: they are copied, cut or looked at."""
-        if x.dim() != 2 or not 0 < len(x) <= MAX_ROWS or not _aligned(x):
+        if not self.leaves_splits or x.dim() != 2 or not 0 < len(x) <= MAX_ROWS or not _aligned(x):
             return None
         if not _linear_wgmma.unwatched(x, weight, bias):
             return None
-        return plan_for(len(x), *weight.shape, tuple(self.plan))
+        plan = plan_for(len(x), *weight.shape, tuple(self.plan))
+        return _launches_of(x, weight, bias, self.out_dtype, plan).leave(x, weight, bias, self.out_dtype)

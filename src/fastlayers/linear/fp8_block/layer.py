@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from fastlayers.activation.silu_mul.layer import ROUNDS_TWICE, SiluAndMul
+from fastlayers.activation.silu_mul.layer import SiluAndMul
 from fastlayers.activation.silu_mul_quant.layer import SiluMulQuant
 from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.device import Device
@@ -46,6 +46,9 @@ from fastlayers.registry import (
     triton_backend,
 )
 from fastlayers.weights import Slot, wrong_scale
+
+# Backends of the activation before a down projection that round as the one does which quantises as well.
+ROUNDS_TWICE = ("triton", "torch", "reference")
 
 
 @dataclass(frozen=True)
