@@ -77,6 +77,19 @@ def test_right_arithmetic_passes_by_a_margin_and_five_tokens_would_not_tell(expe
     assert 0.02 < (five > BOUND).double().mean() < 0.5
 
 
+def test_single_tokens_of_right_arithmetic_pass_the_bound_of_few_and_not_the_usual_one() -> None:
+    oracle = spec_of("fused_moe").oracle("deep_gemm_gathered")
+    assert oracle is not None and oracle.target.endswith(":ReferenceFusedMoE")
+    few, many = (oracle.bounds(case_at("fused_moe", CFG, tokens))["y"].rel_rms for tokens in (1, 64))
+    assert many == BOUND and few == 2.5e-2
+    single = relative(rows(CFG, Noisy, ReferenceFusedMoE)[:, :, None])
+    assert (single > BOUND).double().mean() > 0.05 and single.max() < few
+    # What a bug does to a token that it meets is far beyond.
+    for wrong in (scales_moved, one_expert_scaled, block_dropped):
+        met = relative(rows(CFG, planted(wrong), ReferenceFusedMoE)[:, :, None])
+        assert met.quantile(0.99) > 2 * few, wrong.__name__
+
+
 def test_packages_that_round_pass_their_bound_by_a_margin() -> None:
     found = rows(CFG, NoisyRounding, RoundedFusedMoE)
     spec = spec_of("fused_moe")
@@ -117,6 +130,16 @@ def block_dropped(weights: MoEWeights) -> MoEWeights:
     return replace(weights, w13=codes)
 
 
+def planted(wrong: Callable[[MoEWeights], MoEWeights] | None) -> type[Noisy]:
+    """Return right arithmetic with wrong weights."""
+
+    class Planted(Noisy):
+        def pack(self, weights: MoEWeights) -> MoEWeights:
+            return weights if wrong is None else wrong(weights)
+
+    return Planted
+
+
 @pytest.mark.parametrize(
     "wrong", [None, scales_moved, one_block_scaled, one_expert_scaled, block_dropped],
     ids=lambda wrong: getattr(wrong, "__name__", "right"),
@@ -124,11 +147,7 @@ def block_dropped(weights: MoEWeights) -> MoEWeights:
 def test_planted_bugs_are_refused(
     wrong: Callable[[MoEWeights], MoEWeights] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Planted(Noisy):
-        def pack(self, weights: MoEWeights) -> MoEWeights:
-            return weights if wrong is None else wrong(weights)
-
-    row = Backend("planted", Planted, auto_on=("cpu",))
+    row = Backend("planted", planted(wrong), auto_on=("cpu",))
     monkeypatch.setattr(FUSED_MOE, "ranked", [row, *FUSED_MOE.ranked])
     bench = Bench("fused_moe", CFG, CPU, HostClock())
     if wrong is None:

@@ -263,8 +263,22 @@ def bounds_of_rounding(case: Case) -> dict[str, Bound]:
     return {"y": Bound(7.5e-3 if case.shape["num_tokens"] >= 64 else 1.5e-2, 4e-2)}
 
 
+def bounds_of_few(case: Case) -> dict[str, Bound]:
+    """Return the bounds of a backend whose first product is made for prompts, and runs of few tokens, too.
+
+    The tensor cores' 14-bit sums move some values over a border of two codes. Of many rows that is 3.3e-3, whatever
+    they are; of single ones one in nine is beyond the usual bound, one in a thousand beyond 1.7e-2, of 4,096 none
+    beyond 2.3e-2. Our own kernels of few tokens, which add in fp32, are not concerned.
+    """
+    if case.cfg.quant != "fp8_block" or case.shape["num_tokens"] >= 64:
+        return bounds(case)
+    return {"y": Bound(2.5e-2, 4e-2)}
+
+
 def oracle(backend: str) -> Oracle | None:
-    """Compare backends that round the first product with an oracle that does."""
+    """Compare backends that round the first product with an oracle that does; of one the bounds of few tokens differ."""
+    if backend == "deep_gemm_gathered":
+        return Oracle(f"{_HERE}.reference:ReferenceFusedMoE", bounds_of_few)
     return Oracle(f"{_HERE}.reference:RoundedFusedMoE", bounds_of_rounding) if backend in _ROUNDING else None
 
 
