@@ -130,36 +130,6 @@ def _taken(file: str, layer: str, peer: str, keep: Callable[[Row], bool] = lambd
     return found and Said(f"what `auto` takes: {found.measured}", found.missing)
 
 
-def fp8_cache() -> Found:
-    """Item 5: decode over an FP8 cache with exact arithmetic, at most so many microseconds, and with FP8's."""
-    wanted = {(16, 64, False): 105, (16, 128, False): 200, (128, 128, False): 400, (16, 128, True): 115}
-    told, late = [], []
-    for (heads, batch, math), limit in wanted.items():
-        rows = [
-            row for row in read("performance/mla.jsonl")
-            if row.get("auto") and (row["tokens"], row["context"]) == (batch, 4096) and not row.get("ragged")
-            and "float8" in row["cfg"] and f"num_heads={heads}," in row["cfg"] and f"fp8_math={math}" in row["cfg"]
-        ]  # fmt: skip
-        if rows:
-            error = f", error {rows[-1]['error']:.2g}" if math else ""
-            words = f"{heads} heads, {batch} × 4k{', FP8 arithmetic' if math else ''}"
-            told.append(f"{words}: {rows[-1]['us']:.0f} µs ({limit} wanted{error})")
-            late += [words] if rows[-1]["us"] > limit else []
-    if len(told) < len(wanted):
-        return None
-    return Said("; ".join(told), f"longer than wanted: {'; '.join(late)}" if late else "")
-
-
-def capacity() -> Found:
-    """Item 5: the tokens that a server's cache holds beside a slice of DeepSeek-V3, as pages that were allocated."""
-    held = {row["kv_dtype"]: row for row in read("slice_h200.jsonl") if row.get("what") == "capacity"}
-    if not {"float8_e4m3fn", "bfloat16"} <= held.keys():
-        return None
-    narrow, wide = (held[name]["tokens"] for name in ("float8_e4m3fn", "bfloat16"))
-    text = f"{narrow / 1e6:.2f} million tokens in e4m3, {wide / 1e6:.2f} in bf16: {narrow / wide:.2f} ×"
-    return Said(text, "" if narrow >= 1.9 * wide else f"{narrow / wide:.3f} × the tokens, 1.9 wanted")
-
-
 def flashmla() -> Found:
     """Item 7: several new tokens a request, captured: what today's rule takes against the other; both were timed."""
     rule, pairs = builtin_registry("mla").named("flashmla").auto_from, []

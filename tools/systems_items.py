@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from systems_caches import capacity, fp8_cache
 from systems_figures import (
     Found,
     _against,
     _lost,
     _taken,
     block_products,
-    capacity,
     capture,
     compiled,
     crossover,
@@ -21,7 +21,6 @@ from systems_figures import (
     edge,
     first_tokens,
     flashmla,
-    fp8_cache,
     gated,
     groups,
     in_turns,

@@ -437,6 +437,34 @@ def test_pages_points_beside_each_package(tool: Any, tmp_path: Path, monkeypatch
     assert tool.figures()[1][63][1] == "not done: slower than vLLM: gpt_oss_20b at 32"
 
 
+def test_an_fp8_cache_of_latents_is_compared_with_bf16(
+    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the page's results, and of points that only one of both has, or that round operands as well."""
+    caches = sys.modules["systems_caches"]
+    slower, count = [ratio for ratio in caches.beside_bf16() if ratio > 1.03], len(caches.beside_bf16())
+    assert count > 20
+    told = f"slower than over bf16 at {len(slower)} of {count} points, {min(slower):.2f} to {max(slower):.2f} ×"
+    assert any(line.startswith("| 5 |") and told in line for line in PAGE.read_text().splitlines())
+    # What docs/serving.md says without a number.
+    words = "takes longer than over bf16 at nearly all points that were timed"
+    assert (words in (REPO / "docs/serving.md").read_text()) == (len(slower) > 0.9 * count)
+    assert words in (REPO / "docs/serving.md").read_text()
+
+    monkeypatch.setattr(sys.modules["systems_figures"], "RESULTS", tmp_path)
+    (tmp_path / "performance").mkdir()
+    cfg = "num_heads=16, kv_dtype=torch.{}, phase='{}', fp8_math={}"
+    made = [("bfloat16", "decode", False, 1, 10.0), ("float8_e4m3fn", "decode", False, 1, 15.0),
+            ("float8_e4m3fn", "decode", True, 1, 8.0), ("float8_e4m3fn", "decode", False, 2, 9.0),
+            ("bfloat16", "extend", False, 1, 1.0), ("float8_e4m3fn", "extend", False, 1, 1.0)]  # fmt: skip
+    rows = [
+        {"auto": auto, "cfg": cfg.format(dtype, phase, math), "tokens": tokens, "context": 4096, "us": factor * us}
+        for dtype, phase, math, tokens, us in made for auto, factor in ((True, 1), (False, 0.1))
+    ]  # fmt: skip
+    (tmp_path / "performance/mla.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert caches.beside_bf16() == [1.5]
+
+
 def test_words_of_rows_are_true() -> None:
     """What the page's hand says beside the name of a system, where code or a figure can say that it is so."""
     name = {row.item: row.name for row in ROWS}
