@@ -18,6 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import marked
+import page_since
+import slower_points
 from limit_targets import limits
 from performance_rows import DEVICE, MISSING, OURS, PEERS, RESULTS, ROOT, VLLM, Row, files, lines_of, points, read
 from serving_tables import serving
@@ -409,12 +411,16 @@ def nearest() -> str:
 LAYERS = ("fp8_linear", "fused_moe", "mla", "gqa", "small_ops")
 TABLES: dict[str, Callable[[], str]] = {
     "targets": targets,
+    "slower": lambda: slower_points.table(False, NEVER_SLOWER, shape_of),
+    "own_rows": lambda: slower_points.table(True, slower_points.BEATEN, shape_of),
+    "changed": page_since.changed,
     "limits": limits,
     "nearest": nearest,
     "latencies": latencies,
     "since": since,
     "serving": serving,
-} | {part: partial(layer_table, part) for part in LAYERS}
+    **{part: partial(layer_table, part) for part in LAYERS},
+}
 
 
 def plots() -> dict[str, str]:
