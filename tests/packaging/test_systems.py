@@ -22,7 +22,6 @@ from fastlayers.errors import ArgumentError, NoBackendError
 from fastlayers.moe.placement.triton import TritonSlots
 from fastlayers.registry import COLLECTIVES, LAYERS, PARTS, builtin_registry, registry
 from fastlayers.registry.spec import spec_of
-from fastlayers.runtime.gc_pause import gc_pause
 from fastlayers_server.ablation import SWITCHES
 
 REPO = Path(__file__).resolve().parents[2]
@@ -191,91 +190,6 @@ def test_parts_that_are_no_layer_have_rows() -> None:
     first = {part: builtin_registry(part).ranked[0].load() for part in PARTS}
     wanted = {"bump_allocator": fl.BumpAllocator, "communicator": fl.LayerCommunicator}
     assert first == wanted | {"expert_placement": TritonSlots}
-
-
-@dataclass
-class Uses:
-    """What is not a test: what its modules define without an underscore, and where names are read.
-
-    ``made``: name and lines of functions that nothing registers (as a command, an operator, a kernel) and of classes.
-    ``strictly``: the files that load `fl.Name`, `Name` or "module:Name"; ``anyhow``: also any attribute or import under
-    another name, with lines.
-    """
-
-    made: list[tuple[str, Path, range]]
-    strictly: dict[str, set[str]]
-    anyhow: dict[str, set[tuple[Path, int]]]
-
-
-@cache
-def uses() -> Uses:
-    roots = ("src", "models", "server", "benchmarks")
-    paths = [path for root in roots for path in (REPO / root).rglob("*.py")]
-    found = Uses([], {}, {})
-    with gc_pause():  # half of the time would go into looking through trees
-        for path in paths:
-            _read(path, found)
-    return found
-
-
-def _read(path: Path, found: Uses) -> None:
-    tree = ast.parse(path.read_text())
-    for made in tree.body:
-        if not isinstance(made, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or made.name.startswith("_"):
-            continue
-        if isinstance(made, ast.ClassDef) or not made.decorator_list:
-            found.made.append((made.name, path, range(made.lineno, (made.end_lineno or made.lineno) + 1)))
-    counts = path.name != "cases.py" and path != Path(fl.__file__)
-    for node in ast.walk(tree):
-        names, strict = list[str](), True
-        if isinstance(node, ast.Attribute):
-            names, strict = [node.attr], isinstance(node.value, ast.Name) and node.value.id == "fl"
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            names = [node.id]
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            target = re.fullmatch(r"[\w.]+:(\w+)", node.value)
-            names = [target[1]] if target else []
-        elif isinstance(node, ast.ImportFrom):
-            names, strict = [each.name for each in node.names if each.asname], False
-        for name in names:
-            found.anyhow.setdefault(name, set()).add((path, getattr(node, "lineno", 0)))
-            if strict and counts:
-                found.strictly.setdefault(name, set()).add(str(path))
-
-
-def reasons(heading: str) -> dict[str, str]:
-    """Return what the page's table below a heading says of each name."""
-    section = PAGE.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    return dict(re.findall(r"^\| `(\w+)` \| ([^|\d]{40,}) \|$", section, re.MULTILINE))
-
-
-def test_every_public_class_has_a_caller_or_a_reason_on_the_page() -> None:
-    used, without = uses().strictly, set()
-    for name in fl.__all__:
-        made = getattr(fl, name)
-        if inspect.isclass(made):
-            # Rows of the registry for parts name their own class.
-            home = inspect.getsourcefile(made)
-            if not used.get(name, set()) - {home}:
-                without.add(name)
-    assert without == set(reasons("Public classes that nothing here calls"))
-
-
-def test_nothing_is_there_for_tests_alone_without_a_reason_on_the_page() -> None:
-    """Of each module's functions and classes without an underscore; what `fastlayers.testing` has is for tests.
-
-    What benchmarks alone read is timed, but not used.
-    """
-    found, without = uses(), set()
-    rows = [row for layer in (*LAYERS, *COLLECTIVES, *PARTS) for row in builtin_registry(layer).ranked]
-    built = {row.target.partition(":")[2] for row in rows if isinstance(row.target, str)}
-    for name, path, lines in found.made:
-        if "benchmarks" in path.parts or "testing" in path.parts or name in built:
-            continue
-        readers = {file for file, line in found.anyhow.get(name, set()) if file != path or line not in lines}
-        if all("benchmarks" in file.parts for file in readers):
-            without.add(name)
-    assert without == set(reasons("Functions and classes for others"))
 
 
 @pytest.fixture
