@@ -330,13 +330,18 @@ def switched(words: str) -> Found:
     own = {each: ablation_rows.of_last_commit(runs, found, whats[0], each) for each in columns}
     ratios = {column: ablation_rows.ratio_of(measured) for column, measured in own.items() if measured}
     told = {(model, batch): f"{model.split('/')[1]}, {batch}" for model, batch in ratios}
-    text = "; ".join(f"{told[column]}: {ratio:.3f} ×" for column, ratio in ratios.items())
-    least = {column: 1 - max(NEVER_SLOWER - 1, ablation_rows.noise(runs, found, column)[2]) for column in ratios}
+    apart = {column: ablation_rows.noise(runs, found, column)[2] for column in ratios}
+    beside = {column: f" ± {far:.1%}" if far else "" for column, far in apart.items()}
+    text = "; ".join(f"{told[column]}: {ratio:.3f} ×{beside[column]}" for column, ratio in ratios.items())
+    open_ = [column for column, ratio in ratios.items() if ablation_rows.undecided(ratio, apart[column])]
+    lost = f"no further from 1 than captures differ, which decides nothing: {'; '.join(told[c] for c in open_)}"
+    lost = lost if open_ else ""
     less = [100 * (1 - ratio) for ratio in ratios.values() if ratio < 1]
     if less and (why := OFF_BY_DEFAULT.get(whats[0])) is not None and round(max(less), 1) <= MOST_LOST:
-        return Said(text, "", f"loses {_range(less, 1)} % of a step: {why}")
+        return Said(text, "", "; ".join(filter(None, [f"loses {_range(less, 1)} % of a step: {why}", lost])))
+    least = {column: 1 - max(NEVER_SLOWER - 1, apart[column]) for column in ratios}
     slow = [told[column] for column, ratio in ratios.items() if ratio < least[column]]
-    return Said(text, f"a step is slower with it: {'; '.join(slow)}" if slow else "")
+    return Said(text, f"a step is slower with it: {'; '.join(slow)}" if slow else "", lost)
 
 
 def shared_experts() -> Found:

@@ -414,13 +414,28 @@ def numbers_of(items: str) -> set[int]:
 ITEMS = numbers_of(CAPTURED).union(*(numbers_of(switch.items) for switch in SWITCHES))
 
 
+def sized(config: Mapping[str, Any], place: Any) -> dict[str, Any]:
+    """Return a configuration at the sizes that are timed there: as it is on a GPU, small on a CPU."""
+    return dict(config) | (dict(SMALL[config["model_type"]]) if torch.device(place).type == "cpu" else {})
+
+
+def check_context(config: Mapping[str, Any], place: Any, context: int) -> None:
+    """Raise an :class:`ArgumentError` where a step behind so many tokens has a position that the model has not."""
+    from fastlayers_models.auto import family_of
+
+    timed = sized(config, place)
+    parsed: Any = family_of(timed).config_class.from_hf(timed)
+    if context >= (most := parsed.max_position_embeddings):
+        whose = "the small model that a CPU times" if torch.device(place).type == "cpu" else "the model"
+        accepted = f"1 to {most - 1}: {whose} has {most} positions, and a decode step adds a token"
+        raise ArgumentError("bench ablation", "--context", context, accepted)
+
+
 def stack_of(name: str, config: Mapping[str, Any], place: Any, dtype: Any, layers: int) -> Any:
     """Return a random model of a few layers: of real size on a GPU, small on a CPU."""
     from fastlayers_server.random_models import random_model
 
-    changes = dict(config)
-    if torch.device(place).type == "cpu":
-        changes |= SMALL[changes["model_type"]]
+    changes = sized(config, place)
     if changes["model_type"] == "deepseek_v3":
         changes["first_k_dense_replace"] = min(1, layers - 1)
         return random_model(changes, place, dtype=dtype, layers=layers, fuse_shared=False)
@@ -439,6 +454,7 @@ def rows(
     def asked(numbers: str) -> bool:
         return not items or not numbers_of(numbers).isdisjoint(items)
 
+    check_context(config, place, context)
     sizes = "small" if torch.device(place).type == "cpu" else "real"
     head = {"model": name, "sizes": sizes, "layers": layers, "context": context, "dtype": str(dtype)}
     yield describe_run(place) | head
@@ -455,7 +471,10 @@ def rows(
 
 
 def switch_row(switch: Switch, stack: Stack, rounds: int) -> dict[str, Any]:
-    """Time a step with a switch off and on, in turns, and compare what both compute."""
+    """Time a step with a switch off and on, in turns, and compare what both compute.
+
+    ``noise``: how far captures of one way lie apart, a share; a ratio that is no further from 1 decides nothing.
+    """
     row: dict[str, Any] = {"what": switch.what, "items": switch.items, "quoted": switch.quoted}
     off, on = switch.off(stack), switch.on(stack) if switch.on is not None else nullcontext
     for way in (off, on):
@@ -475,7 +494,8 @@ def switch_row(switch: Switch, stack: Stack, rounds: int) -> dict[str, Any]:
     found = {name: sorted(each)[len(each) // 2] for name, each in times.items()}
     row |= {f"{name}_us": round(us, 2) for name, us in found.items()}
     row |= {f"{name}_captures_us": [round(us, 2) for us in each] for name, each in times.items()}
-    row |= {"ratio": round(found["off"] / found["on"], 4)}
+    apart = max(max(each) / min(each) - 1 for each in times.values())
+    row |= {"ratio": round(found["off"] / found["on"], 4), "noise": round(apart, 4)}
     return row if switch.other else row | {"difference": difference}
 
 

@@ -254,7 +254,7 @@ def test_the_last_run_of_a_point_counts_and_its_commit_is_named(
     assert tool.figures()[1][45][1] == "not done: a step is slower with it: A, 1", "more than it may"
 
 
-def test_several_runs_of_a_commit_count_alike_and_captures_say_what_says_nothing(
+def test_several_runs_of_a_commit_count_alike_and_captures_say_what_decides_nothing(
     tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     about = {"items": "1", "quoted": "an image", "model": "a/A", "batch": 1}
@@ -272,9 +272,36 @@ def test_several_runs_of_a_commit_count_alike_and_captures_say_what_says_nothing
     table = tool.table()
     # One step's captures lie 2 % apart; those of the step with codes, which is another one, 2.9 %.
     assert "A, 1: 100.0 to 102.0 µs, 2.9%" in table and "Made by `c` at abc, `again` at abc" in table
-    assert "| 1 | x | an image | 1.020 | says nothing: A 1 |" in table and "| 1 | y | an image | 1.500 |  |" in table
-    assert f"| 1 | {codes} | an image | 0.960 | off by default" in table
-    assert "| A, 1: 0.960 × | loses 4.0 % of a step" in tool.figures()[0]
+    assert "| 1 | x | an image | 1.020 ± 2.9% | decides nothing: A 1 |" in table
+    assert "| 1 | y | an image | 1.500 ± 2.9% |  |" in table
+    assert f"| 1 | {codes} | an image | 0.960 ± 2.9% | slower with it: A 1; off by default" in table
+    assert "| A, 1: 0.960 × ± 2.9% | loses 4.0 % of a step" in tool.figures()[0]
+
+
+def test_what_captures_differ_by_is_no_gain_and_no_silence(
+    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a ratio within noise, a figure of the page says so, also where it is a loss; its item stays as it is."""
+    gate = {"items": "28", "quoted": "an image", "model": "a/A", "what": "factor in the gate", "batch": 1}
+    run = {"command": "c", "commit": "abc", "device": "H200", "torch": "2"}
+    monkeypatch.setattr(sys.modules["systems_figures"], "RESULTS", tmp_path)
+    words = "no further from 1 than captures differ, which decides nothing: A, 1"
+    for ratio, told, state in (
+        (0.975, words, "done"), (1.035, words, "done"), (1.05, "", "done"),
+        (0.94, "a step is slower with it: A, 1", "not done: a step is slower with it: A, 1"),
+    ):  # fmt: skip
+        lines = [run, gate | {"ratio": ratio, "on_us": 100.0}, gate | {"what": "x", "ratio": 2.0, "on_us": 103.6}]
+        (tmp_path / "ablation_h200.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        text, states = tool.figures()
+        assert f"| 28 | routed factor in the gate | A, 1: {ratio:.3f} × ± 3.6% | {told} |" in text
+        assert states[28][1] == state
+
+
+def test_where_ratios_are_quoted_that_was_not_run_is_said(tool: Any) -> None:
+    batches = {row["batch"] for row in tool.rows(tool.RESULTS)[1]}
+    (quoted,) = {int(size) for each in SWITCHES for size in re.findall(r"at (\d+) tokens", each.quoted)}
+    assert quoted not in batches, "it ran: say what it gained"
+    assert f"quoted at {quoted} tokens, which no run here has" in tool.REASONS["tuned experts"]
 
 
 def test_what_is_off_by_default_is_off_and_what_loses_has_a_reason(tool: Any) -> None:
@@ -284,7 +311,7 @@ def test_what_is_off_by_default_is_off_and_what_loses_has_a_reason(tool: Any) ->
         (name,) = re.findall(r"off by default \(`(\w+)=False`\): .{20,}", why)
         assert inspect.signature(fl.MLAAttention).parameters[name].default is False
     for line in tool.table().splitlines():
-        ratios = [float(cell) for cell in _cells(line)[3:-1] if re.fullmatch(r"\d\.\d+", cell)]
+        ratios = [float(cell.split(" ± ")[0]) for cell in _cells(line)[3:-1] if re.match(r"\d\.\d+( ± |$)", cell)]
         assert not ratios or min(ratios) > 0.99 or len(_cells(line)[-1]) > 20, line
 
 
