@@ -22,6 +22,7 @@ import page_since
 import slower_points
 from limit_targets import limits
 from performance_rows import DEVICE, MISSING, OURS, PEERS, RESULTS, ROOT, VLLM, Row, files, lines_of, points, read
+from result_origins import unsaid
 from serving_tables import serving
 from svg_plots import Plot, svg
 
@@ -221,7 +222,7 @@ def sources() -> list[str]:
 
 def _made(name: str, run: Row) -> str:
     """Return a line for what a run's description says of it."""
-    told = [f"`{run['command']}`"] if "command" in run else []
+    told = [f"`{run['command']}`" if "command" in run else unsaid(run)]
     ladders = f", ladders of {', '.join(run['tables'])}" if "tables" in run else ""
     told.append(f"commit {run['commit']}{ladders}")
     told += [f"torch {run['torch']}"] if "torch" in run else []

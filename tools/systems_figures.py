@@ -87,6 +87,11 @@ def _lost(found: Found, why: str) -> Found:
     return Said(found.measured, "", f"{found.missing}: {why}")
 
 
+def _beside(found: Found, lack: str) -> Found:
+    """Return a figure with what is not there beside it, which leaves its item as it is."""
+    return found and Said(found.measured, found.missing, "; ".join(filter(None, [found.lost, lack])))
+
+
 def _range(values: Iterable[float], digits: int = 2) -> str:
     """Return the least and the largest in words, one where both read alike."""
     found = sorted(values)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / name) for name in ("models", "server"))]
 from ablation_rows import Column, Row, noise, of_last_commit, ratio_of, rows, undecided  # noqa: E402
+from result_origins import listed  # noqa: E402
 from systems_figures import OFF_BY_DEFAULT  # noqa: E402
 from systems_items import FIGURES  # noqa: E402
 
@@ -116,11 +117,14 @@ def stated(text: str, states: dict[int, tuple[str, str]]) -> str:
 def written(text: str) -> str:
     """Return the page with its tables and states as they should be."""
     made, states = figures()
+    text = stated(text, states)
+    if origins := listed(text):
+        made += f"\n{origins}\n"
     for name, told in (("ablation", table()), ("figures", made)):
         begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
         before, _, rest = text.partition(begin)
         text = before + begin + told + end + rest.partition(end)[2]
-    return stated(text, states)
+    return text
 
 
 if __name__ == "__main__":

@@ -31,25 +31,13 @@ from fastlayers.runtime.launch import Kernel
 from fastlayers.tuning.bench import describe_run
 from fastlayers.tuning.clock import clock_for, measure_captures
 from fastlayers_models.blocks import SwiGLU
+from fastlayers_server.ablation_models import check, stack_of
 
 _NONE = object()
 CAPTURED = "54"  # the item of captured steps
 # Captures of one step differ by up to 4 % of a short one, by where their buffers lie: the median of so many counts.
 CAPTURES = 5
 Off = Callable[[], AbstractContextManager[Any]]
-# On a CPU: the same structure in small.
-_SMALL = {
-    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096,
-}  # fmt: skip
-SMALL: Mapping[str, Mapping[str, Any]] = {
-    "deepseek_v3": {
-        **_SMALL, "num_key_value_heads": 4, "moe_intermediate_size": 128, "n_routed_experts": 8, "n_group": 2,
-        "topk_group": 1, "num_experts_per_tok": 2, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 32,
-        "qk_nope_head_dim": 128, "v_head_dim": 128,
-    },
-    "gpt_oss": {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
-}  # fmt: skip
 
 
 def _place(owner: Any, name: str, value: Any) -> dict[str, Any]:
@@ -414,34 +402,6 @@ def numbers_of(items: str) -> set[int]:
 ITEMS = numbers_of(CAPTURED).union(*(numbers_of(switch.items) for switch in SWITCHES))
 
 
-def sized(config: Mapping[str, Any], place: Any) -> dict[str, Any]:
-    """Return a configuration at the sizes that are timed there: as it is on a GPU, small on a CPU."""
-    return dict(config) | (dict(SMALL[config["model_type"]]) if torch.device(place).type == "cpu" else {})
-
-
-def check_context(config: Mapping[str, Any], place: Any, context: int) -> None:
-    """Raise an :class:`ArgumentError` where a step behind so many tokens has a position that the model has not."""
-    from fastlayers_models.auto import family_of
-
-    timed = sized(config, place)
-    parsed: Any = family_of(timed).config_class.from_hf(timed)
-    if context >= (most := parsed.max_position_embeddings):
-        whose = "the small model that a CPU times" if torch.device(place).type == "cpu" else "the model"
-        accepted = f"1 to {most - 1}: {whose} has {most} positions, and a decode step adds a token"
-        raise ArgumentError("bench ablation", "--context", context, accepted)
-
-
-def stack_of(name: str, config: Mapping[str, Any], place: Any, dtype: Any, layers: int) -> Any:
-    """Return a random model of a few layers: of real size on a GPU, small on a CPU."""
-    from fastlayers_server.random_models import random_model
-
-    changes = sized(config, place)
-    if changes["model_type"] == "deepseek_v3":
-        changes["first_k_dense_replace"] = min(1, layers - 1)
-        return random_model(changes, place, dtype=dtype, layers=layers, fuse_shared=False)
-    return random_model(changes, place, dtype=dtype, layers=layers)
-
-
 def rows(
     name: str, config: Mapping[str, Any], batches: Sequence[int], context: int, layers: int, place: Any, dtype: Any,
     rounds: int, items: Collection[int] = (),
@@ -454,7 +414,7 @@ def rows(
     def asked(numbers: str) -> bool:
         return not items or not numbers_of(numbers).isdisjoint(items)
 
-    check_context(config, place, context)
+    check(name, config, place, context)
     sizes = "small" if torch.device(place).type == "cpu" else "real"
     head = {"model": name, "sizes": sizes, "layers": layers, "context": context, "dtype": str(dtype)}
     yield describe_run(place) | head

@@ -319,8 +319,6 @@ def register(app: typer.Typer, out: Console, err: Console) -> None:
         from fastlayers_server.known_models import config_of
 
         config = config_of(name)
-        if (family := config.get("model_type")) not in ablation.SMALL:
-            raise ArgumentError("bench ablation", "MODEL", f"{name!r} of type {family!r}", ", ".join(ablation.SMALL))
         place, kind = device_named("bench ablation", device), dtype_named("bench ablation", dtype)
         batches, wanted = (counts_named("bench ablation", *each) for each in ((batch, "--batch"), (items, "--items")))
         if not ablation.ITEMS.issuperset(wanted):

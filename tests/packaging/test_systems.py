@@ -431,6 +431,29 @@ def test_words_of_rows_are_true() -> None:
     assert "| 24 | router, beside peers, FlashInfer's launched dependently as well |" in page and "router" in early
 
 
+def test_results_that_do_not_say_how_they_were_made_are_listed(
+    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origins = sys.modules["result_origins"]
+    told = origins.listed(PAGE.read_text())
+    assert told and PAGE.read_text().count(told) == 1
+    assert "`cutlass_boundary_h200.jsonl`: `6_boundary.py`, which is not in the tree" in told
+    assert "`drafts_h200.jsonl`: no command (part `drafts` of `benchmarks/renew.py`)" in told
+    assert "mla.jsonl" not in told and "gpu_suite.json" not in told
+    monkeypatch.setattr(origins, "RESULTS", tmp_path)
+    for name, rows in {
+        "a.jsonl": [{"command": "python benchmarks/slice.py --out a"}, {"us": 1.0}],
+        "b.jsonl": [{"run": {"command": "slice.py"}}, {"run": {"commit": "abc", "part": "x"}}],
+        "c.jsonl": [{"command": "gone.py --fast", "commit": "abc"}],
+        "d.jsonl": [{"command": "by turns", "commit": "abc"}, {"command": "fastlayers bench layer mla"}],
+    }.items():
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert origins.listed("| `a.jsonl#us` `b.jsonl` `c.jsonl#x` | `d.jsonl` `absent.jsonl` |") == (
+        "Results named on this page that do not say how they were made: `b.jsonl`: no command (part `x` of "
+        "`benchmarks/renew.py`); `c.jsonl`: `gone.py`, which is not in the tree; `d.jsonl`: words instead of a command."
+    )
+
+
 def test_an_item_waits_for_each_of_its_figures(tool: Any) -> None:
     """Where one is missing, the page's hand says why it is not done; where all are there, the figures say."""
     states = tool.figures()[1]

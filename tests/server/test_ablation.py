@@ -15,7 +15,8 @@ from fastlayers.errors import ArgumentError
 from fastlayers.runtime import launch
 from fastlayers.tuning import clock
 from fastlayers_server import ablation
-from fastlayers_server.ablation import SWITCHES, Stack, _Undependent, relative_rms, replaced, stack_of, switch_row
+from fastlayers_server.ablation import SWITCHES, Stack, _Undependent, relative_rms, replaced, switch_row
+from fastlayers_server.ablation_models import check, stack_of
 from fastlayers_server.bench_command import _with_noise
 from fastlayers_server.cli import app
 from fastlayers_server.known_models import DEEPSEEK_V3, GPT_OSS_20B
@@ -193,12 +194,12 @@ def test_a_context_without_room_for_the_next_token_is_refused() -> None:
         other = CliRunner().invoke(app, [*arguments, context]).exception
         assert isinstance(other, ArgumentError)
         assert f"bench ablation: --context is {context}; accepted: 1 to 4095: the small model that a CPU" in str(other)
-    for config in CONFIGS.values():
-        ablation.check_context(config, "cpu", 4095)
+    for name, config in CONFIGS.items():
+        check(name, config, "cpu", 4095)
         most = config["max_position_embeddings"]
-        ablation.check_context(config, "cuda", most - 1)
+        check(name, config, "cuda", most - 1)
         with pytest.raises(ArgumentError, match=f"accepted: 1 to {most - 1}: the model has {most} positions"):
-            ablation.check_context(config, "cuda", most)
+            check(name, config, "cuda", most)
 
 
 def test_a_ratio_that_captures_differ_by_decides_nothing(monkeypatch: pytest.MonkeyPatch, stacks: Any) -> None:
