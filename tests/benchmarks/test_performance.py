@@ -506,6 +506,10 @@ def test_the_page_says_which_kernels_are_others_since(monkeypatch: pytest.Monkey
     since = sys.modules["page_since"]
     old, new = since.recorded(), since.today()
     assert old["commit"] == since.commit_of_points(), "run: python tools/page_since.py"
+    section = load("tools/performance_tables.py").PAGE.read_text().partition("\n## Since that commit\n")[2]
+    prose = section.partition("<!-- /changed -->")[2].partition("\n## ")[0]
+    fresh = {name.partition("/")[2] for name in new["backends"].keys() - old["backends"].keys()}
+    assert [name for name in sorted(fresh) if name not in prose] == [], "say what came since"
     # Rows that moved or came since have no counterpart; most have.
     assert len(old["backends"].keys() & new["backends"].keys()) > 0.8 * len(new["backends"])
     monkeypatch.setattr(since, "recorded", lambda: new)
