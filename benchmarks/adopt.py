@@ -21,7 +21,8 @@ SUMMARY = "summary.jsonl"
 # Keys of rows that say themselves that something was not measured.
 LEFT_OUT = frozenset({"skipped", "left_out", "stopped"})
 TABLES = (
-    "performance_tables.py", "readme_tables.py", "systems_table.py", "distributed_tables.py", "simulate_splits.py"
+    "page_since.py", "performance_tables.py", "readme_tables.py", "systems_table.py", "distributed_tables.py",
+    "simulate_splits.py",
 )  # fmt: skip
 NEW_TABLE = "a new table"
 # Below what `run` wrote: the tables that tuners changed, for the parts behind them.

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rows import command
 
 from fastlayers.device import as_device
 from fastlayers.tuning.provenance import provenance
@@ -97,7 +98,8 @@ def main() -> None:
         if arguments.out:
             Path(arguments.out).write_text("\n".join(rows) + "\n")
 
-    say({"run": {"device": str(as_device(torch.device(device))), "torch": torch.__version__} | provenance()})
+    run = {"command": command(), "device": str(as_device(torch.device(device))), "torch": torch.__version__}
+    say({"run": run | provenance()})
     begin, same = time.monotonic(), True
     wanted: list[tuple[list[list[int]], int]] = []
     prompts: list[list[list[int]]] = [PROMPTS]

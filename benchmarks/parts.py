@@ -488,7 +488,7 @@ HISTORY = {
     "doctor_h200.txt": "what `fastlayers doctor --run` and `fastlayers bench model` said once",
     "host_ab_h200.jsonl": "two trees by turns, one of them older than prepared launches; host_time.* measures today's",
     "host_by_machine_h200.jsonl": "host_time.* and cold_start.* on slower hosts, at the page's commit",
-    "cutlass_boundary_h200.jsonl": "sgl_kernel's experts around 2,048 rows: among the rows of products since",
+    "cutlass_boundary_h200.jsonl": "sgl_kernel's experts around 2,048 rows; its program was not kept: see products",
     "tp8_layer_ways_h200.jsonl": "launches of DeepSeek-V3's layer exchanged by turns; benchmarks/notes/tp8_layer.md",
     "tp8_layer_decode_h200.jsonl": "tp8_layer as far as it came, decode; benchmarks/notes/tp8_layer.md",
     "mla_chain_h200.jsonl": "latent attention in chains, sums of parts as before and as now; benchmarks/notes/mla.md",

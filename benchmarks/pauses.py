@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rows import command
 from server_host import PAGE, VOCABULARY, Hollow
 
 from fastlayers.tuning.provenance import provenance
@@ -90,7 +91,7 @@ def main() -> None:
     made.tick()
     rows.append(measured(made, given.ticks, True))
     gc.unfreeze()
-    found = provenance() | {
+    found = {"command": command()} | provenance() | {
         "cores": os.cpu_count(), "objects": len(held), "requests": ROWS, "tick_ms": given.tick_ms, "rows": rows
     }  # fmt: skip
     text = json.dumps(found, indent=1)

@@ -25,6 +25,11 @@ def arguments(doc: str | None, seconds: float) -> argparse.ArgumentParser:
     return parser
 
 
+def command() -> str:
+    """Return what was called, for programs that describe their run themselves."""
+    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
 class Rows:
     """Prints rows and appends them to a file that begins anew; an early end keeps what was measured."""
 

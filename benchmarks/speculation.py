@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rows import command
 
 from fastlayers.device import as_device
 from fastlayers.tuning.provenance import provenance
@@ -189,7 +190,8 @@ def main() -> None:
         print(rows[-1], flush=True)
 
     device = as_device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    say({"run": vars(arguments) | {"device": str(device), "torch": torch.__version__} | provenance()})
+    run = vars(arguments) | {"command": command(), "device": str(device), "torch": torch.__version__}
+    say({"run": run | provenance()})
     for batch in arguments.batch:
         scripted = Scripted(arguments.k, arguments.rate)
         without, with_drafts = [], []

@@ -18,8 +18,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import marked
+import page_since
+import slower_points
 from limit_targets import limits
 from performance_rows import DEVICE, MISSING, OURS, PEERS, RESULTS, ROOT, VLLM, Row, files, lines_of, points, read
+from result_origins import unsaid
 from serving_tables import serving
 from svg_plots import Plot, svg
 
@@ -219,7 +222,7 @@ def sources() -> list[str]:
 
 def _made(name: str, run: Row) -> str:
     """Return a line for what a run's description says of it."""
-    told = [f"`{run['command']}`"] if "command" in run else []
+    told = [f"`{run['command']}`" if "command" in run else unsaid(run)]
     ladders = f", ladders of {', '.join(run['tables'])}" if "tables" in run else ""
     told.append(f"commit {run['commit']}{ladders}")
     told += [f"torch {run['torch']}"] if "torch" in run else []
@@ -409,12 +412,16 @@ def nearest() -> str:
 LAYERS = ("fp8_linear", "fused_moe", "mla", "gqa", "small_ops")
 TABLES: dict[str, Callable[[], str]] = {
     "targets": targets,
+    "slower": lambda: slower_points.table(False, NEVER_SLOWER, shape_of),
+    "own_rows": lambda: slower_points.table(True, slower_points.BEATEN, shape_of),
+    "changed": page_since.changed,
     "limits": limits,
     "nearest": nearest,
     "latencies": latencies,
     "since": since,
     "serving": serving,
-} | {part: partial(layer_table, part) for part in LAYERS}
+    **{part: partial(layer_table, part) for part in LAYERS},
+}
 
 
 def plots() -> dict[str, str]:

@@ -87,6 +87,11 @@ def _lost(found: Found, why: str) -> Found:
     return Said(found.measured, "", f"{found.missing}: {why}")
 
 
+def _beside(found: Found, lack: str) -> Found:
+    """Return a figure with what is not there beside it, which leaves its item as it is."""
+    return found and Said(found.measured, found.missing, "; ".join(filter(None, [found.lost, lack])))
+
+
 def _range(values: Iterable[float], digits: int = 2) -> str:
     """Return the least and the largest in words, one where both read alike."""
     found = sorted(values)
@@ -128,36 +133,6 @@ def _taken(file: str, layer: str, peer: str, keep: Callable[[Row], bool] = lambd
         pairs += [(taken[0], min(own + theirs))] if own and theirs and taken else []
     found = _share(pairs, f"the best of ours and {peer}")
     return found and Said(f"what `auto` takes: {found.measured}", found.missing)
-
-
-def fp8_cache() -> Found:
-    """Item 5: decode over an FP8 cache with exact arithmetic, at most so many microseconds, and with FP8's."""
-    wanted = {(16, 64, False): 105, (16, 128, False): 200, (128, 128, False): 400, (16, 128, True): 115}
-    told, late = [], []
-    for (heads, batch, math), limit in wanted.items():
-        rows = [
-            row for row in read("performance/mla.jsonl")
-            if row.get("auto") and (row["tokens"], row["context"]) == (batch, 4096) and not row.get("ragged")
-            and "float8" in row["cfg"] and f"num_heads={heads}," in row["cfg"] and f"fp8_math={math}" in row["cfg"]
-        ]  # fmt: skip
-        if rows:
-            error = f", error {rows[-1]['error']:.2g}" if math else ""
-            words = f"{heads} heads, {batch} × 4k{', FP8 arithmetic' if math else ''}"
-            told.append(f"{words}: {rows[-1]['us']:.0f} µs ({limit} wanted{error})")
-            late += [words] if rows[-1]["us"] > limit else []
-    if len(told) < len(wanted):
-        return None
-    return Said("; ".join(told), f"longer than wanted: {'; '.join(late)}" if late else "")
-
-
-def capacity() -> Found:
-    """Item 5: the tokens that a server's cache holds beside a slice of DeepSeek-V3, as pages that were allocated."""
-    held = {row["kv_dtype"]: row for row in read("slice_h200.jsonl") if row.get("what") == "capacity"}
-    if not {"float8_e4m3fn", "bfloat16"} <= held.keys():
-        return None
-    narrow, wide = (held[name]["tokens"] for name in ("float8_e4m3fn", "bfloat16"))
-    text = f"{narrow / 1e6:.2f} million tokens in e4m3, {wide / 1e6:.2f} in bf16: {narrow / wide:.2f} ×"
-    return Said(text, "" if narrow >= 1.9 * wide else f"{narrow / wide:.3f} × the tokens, 1.9 wanted")
 
 
 def flashmla() -> Found:
@@ -360,13 +335,18 @@ def switched(words: str) -> Found:
     own = {each: ablation_rows.of_last_commit(runs, found, whats[0], each) for each in columns}
     ratios = {column: ablation_rows.ratio_of(measured) for column, measured in own.items() if measured}
     told = {(model, batch): f"{model.split('/')[1]}, {batch}" for model, batch in ratios}
-    text = "; ".join(f"{told[column]}: {ratio:.3f} ×" for column, ratio in ratios.items())
-    least = {column: 1 - max(NEVER_SLOWER - 1, ablation_rows.noise(runs, found, column)[2]) for column in ratios}
+    apart = {column: ablation_rows.noise(runs, found, column)[2] for column in ratios}
+    beside = {column: f" ± {far:.1%}" if far else "" for column, far in apart.items()}
+    text = "; ".join(f"{told[column]}: {ratio:.3f} ×{beside[column]}" for column, ratio in ratios.items())
+    open_ = [column for column, ratio in ratios.items() if ablation_rows.undecided(ratio, apart[column])]
+    lost = f"no further from 1 than captures differ, which decides nothing: {'; '.join(told[c] for c in open_)}"
+    lost = lost if open_ else ""
     less = [100 * (1 - ratio) for ratio in ratios.values() if ratio < 1]
     if less and (why := OFF_BY_DEFAULT.get(whats[0])) is not None and round(max(less), 1) <= MOST_LOST:
-        return Said(text, "", f"loses {_range(less, 1)} % of a step: {why}")
+        return Said(text, "", "; ".join(filter(None, [f"loses {_range(less, 1)} % of a step: {why}", lost])))
+    least = {column: 1 - max(NEVER_SLOWER - 1, apart[column]) for column in ratios}
     slow = [told[column] for column, ratio in ratios.items() if ratio < least[column]]
-    return Said(text, f"a step is slower with it: {'; '.join(slow)}" if slow else "")
+    return Said(text, f"a step is slower with it: {'; '.join(slow)}" if slow else "", lost)
 
 
 def shared_experts() -> Found:

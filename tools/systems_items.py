@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from systems_caches import capacity, fp8_cache
 from systems_figures import (
     Found,
     _against,
+    _beside,
     _lost,
     _taken,
     block_products,
-    capacity,
     capture,
     compiled,
     crossover,
@@ -21,7 +22,6 @@ from systems_figures import (
     edge,
     first_tokens,
     flashmla,
-    fp8_cache,
     gated,
     groups,
     in_turns,
@@ -57,6 +57,7 @@ CHOSEN = "off by default (`torch_compile=None`): who asks for it reads here what
 BEHIND = "`auto` takes sgl_kernel's product where that is installed; without it, ours is what there is"
 IN_TURNS = "`auto` takes what `fastlayers tune` found fastest when it timed all in turns; these were timed later"
 UNUSED = "latent attention has `torch.bmm` for bf16 and this layer for codes; who asks it for bf16 may name `torch`"
+NO_BENCH = "no bench of its own: tests say that a step waits for nothing, and nobody timed what waiting would cost"
 FIGURES = (
     Figure(5, "decode over an FP8 cache", "performance/mla.jsonl#fp8_math=True", fp8_cache),
     Figure(5, "what an FP8 cache holds", "slice_h200.jsonl#float8_e4m3fn", capacity),
@@ -73,7 +74,7 @@ FIGURES = (
     Figure(19, "rotation by three axes; vision tower", "systems_h200.jsonl#three axes", three_axes),
     Figure(20, "norms side by side", "ablation_h200.jsonl#norms of q and latent on two streams",
            lambda: switched("norms of q and latent")),
-    Figure(21, "steps that wait for nothing", "gpu_suite.json#passed", suite),
+    Figure(21, "steps that wait for nothing", "gpu_suite.json#passed", lambda: _beside(suite(), NO_BENCH)),
     Figure(22, "decode without a threshold", "performance/gqa.jsonl#a key head", tensor_cores),
     Figure(24, "router, beside peers, FlashInfer's launched dependently as well", "performance/small_ops.jsonl#router",
            lambda: several_shapes("router")),

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / name) for name in ("models", "server"))]
-from ablation_rows import Column, Row, noise, of_last_commit, ratio_of, rows  # noqa: E402
+from ablation_rows import Column, Row, noise, of_last_commit, ratio_of, rows, undecided  # noqa: E402
+from result_origins import listed  # noqa: E402
 from systems_figures import OFF_BY_DEFAULT  # noqa: E402
 from systems_items import FIGURES  # noqa: E402
 
@@ -27,7 +28,8 @@ REASONS = {
     "sinks inside attention": "without: no sink at all, so that this is what a sink costs",
     "norms of q and latent on two streams": "both norms take a microsecond",
     "padding kept out of the experts, half of the rows": "GPT-OSS: 16 rows draw 28 of 32 experts: as good as all",
-    "tuned experts": "quoted at 512 tokens; at 1 and 32 the rule's own choice is nearly the table's",
+    "tuned experts": "quoted at 512 tokens, which no run here has; at 1 and 32 the rule's own choice is nearly "
+    "the table's",
     **OFF_BY_DEFAULT,
     "tuned FP8 products": "without packages the ladder holds our own kernels only",
 }
@@ -45,8 +47,9 @@ def table() -> str:
     for what in dict.fromkeys(row["what"] for row in found):
         cells, first = [], next(row for row in found if row["what"] == what)
         measured = {column: of_last_commit(runs, found, what, column) for column in columns}
-        for own in measured.values():  # a run of an earlier commit has no row of a switch that came since
-            cells.append(f"{ratio_of(own):.3f}" if own else "")
+        for column, own in measured.items():  # a run of an earlier commit has no row of a switch that came since
+            far = f" ± {apart[column][2]:.1%}" if apart[column][2] else ""
+            cells.append(f"{ratio_of(own):.3f}{far}" if own else "")
             used |= {row["run"] for row in own}
         reason = "; ".join(filter(None, [_within(measured, apart), REASONS.get(what, "")]))
         out.append(f"| {first['items']} | {what} | {first['quoted']} | {' | '.join(cells)} | {reason} |")
@@ -63,17 +66,22 @@ def table() -> str:
     told = '"An image": the source shows the ratio in a picture. Of several runs at one commit the median counts.'
     if spans:
         told += " Each line captures both ways anew, and captures of one step differ: the step with everything on lay "
-        told += f"between these, and captures of any one step so far apart: {'; '.join(spans)}."
+        told += (
+            f"between these, and captures of any one step so far apart: {'; '.join(spans)}. That stands behind each "
+        )
+        told += 'ratio ("±"), also of lines that were steadier; one that is no further from 1 decides nothing.'
     return "\n".join(out) + f"\n\n{told}\n\nMade by {sources}, on {runs[0]['device']}, torch {runs[0]['torch']}.\n"
 
 
 def _within(measured: dict[Column, list[Row]], apart: dict[Column, tuple[float, float, float]]) -> str:
-    """Return of which columns a line's ratio is nearer to 1 than captures of one step are to each other."""
-    found = [
-        f"{model.split('/')[1]} {batch}" for (model, batch), own in measured.items()
-        if own and abs(ratio_of(own) - 1) <= (far := apart[model, batch][2]) and far
-    ]  # fmt: skip
-    return f"says nothing: {', '.join(found)}" if found else ""
+    """Return of which columns a line's ratio is nearer to 1 than captures of one step are to each other, or below."""
+    found: dict[str, list[str]] = {"decides nothing": [], "slower with it": []}
+    for (model, batch), own in measured.items():
+        far = apart[model, batch][2]
+        within = bool(own) and undecided(ratio_of(own), far)
+        if within or (far and own and ratio_of(own) < 1):
+            found["decides nothing" if within else "slower with it"].append(f"{model.split('/')[1]} {batch}")
+    return "; ".join(f"{words}: {', '.join(names)}" for words, names in found.items() if names)
 
 
 def figures() -> tuple[str, dict[int, tuple[str, str]]]:
@@ -109,11 +117,14 @@ def stated(text: str, states: dict[int, tuple[str, str]]) -> str:
 def written(text: str) -> str:
     """Return the page with its tables and states as they should be."""
     made, states = figures()
+    text = stated(text, states)
+    if origins := listed(text):
+        made += f"\n{origins}\n"
     for name, told in (("ablation", table()), ("figures", made)):
         begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
         before, _, rest = text.partition(begin)
         text = before + begin + told + end + rest.partition(end)[2]
-    return stated(text, states)
+    return text
 
 
 if __name__ == "__main__":

@@ -31,25 +31,13 @@ from fastlayers.runtime.launch import Kernel
 from fastlayers.tuning.bench import describe_run
 from fastlayers.tuning.clock import clock_for, measure_captures
 from fastlayers_models.blocks import SwiGLU
+from fastlayers_server.ablation_models import check, stack_of
 
 _NONE = object()
 CAPTURED = "54"  # the item of captured steps
 # Captures of one step differ by up to 4 % of a short one, by where their buffers lie: the median of so many counts.
 CAPTURES = 5
 Off = Callable[[], AbstractContextManager[Any]]
-# On a CPU: the same structure in small.
-_SMALL = {
-    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096,
-}  # fmt: skip
-SMALL: Mapping[str, Mapping[str, Any]] = {
-    "deepseek_v3": {
-        **_SMALL, "num_key_value_heads": 4, "moe_intermediate_size": 128, "n_routed_experts": 8, "n_group": 2,
-        "topk_group": 1, "num_experts_per_tok": 2, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 32,
-        "qk_nope_head_dim": 128, "v_head_dim": 128,
-    },
-    "gpt_oss": {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
-}  # fmt: skip
 
 
 def _place(owner: Any, name: str, value: Any) -> dict[str, Any]:
@@ -414,19 +402,6 @@ def numbers_of(items: str) -> set[int]:
 ITEMS = numbers_of(CAPTURED).union(*(numbers_of(switch.items) for switch in SWITCHES))
 
 
-def stack_of(name: str, config: Mapping[str, Any], place: Any, dtype: Any, layers: int) -> Any:
-    """Return a random model of a few layers: of real size on a GPU, small on a CPU."""
-    from fastlayers_server.random_models import random_model
-
-    changes = dict(config)
-    if torch.device(place).type == "cpu":
-        changes |= SMALL[changes["model_type"]]
-    if changes["model_type"] == "deepseek_v3":
-        changes["first_k_dense_replace"] = min(1, layers - 1)
-        return random_model(changes, place, dtype=dtype, layers=layers, fuse_shared=False)
-    return random_model(changes, place, dtype=dtype, layers=layers)
-
-
 def rows(
     name: str, config: Mapping[str, Any], batches: Sequence[int], context: int, layers: int, place: Any, dtype: Any,
     rounds: int, items: Collection[int] = (),
@@ -439,6 +414,7 @@ def rows(
     def asked(numbers: str) -> bool:
         return not items or not numbers_of(numbers).isdisjoint(items)
 
+    check(name, config, place, context)
     sizes = "small" if torch.device(place).type == "cpu" else "real"
     head = {"model": name, "sizes": sizes, "layers": layers, "context": context, "dtype": str(dtype)}
     yield describe_run(place) | head
@@ -455,7 +431,10 @@ def rows(
 
 
 def switch_row(switch: Switch, stack: Stack, rounds: int) -> dict[str, Any]:
-    """Time a step with a switch off and on, in turns, and compare what both compute."""
+    """Time a step with a switch off and on, in turns, and compare what both compute.
+
+    ``noise``: how far captures of one way lie apart, a share; a ratio that is no further from 1 decides nothing.
+    """
     row: dict[str, Any] = {"what": switch.what, "items": switch.items, "quoted": switch.quoted}
     off, on = switch.off(stack), switch.on(stack) if switch.on is not None else nullcontext
     for way in (off, on):
@@ -475,7 +454,8 @@ def switch_row(switch: Switch, stack: Stack, rounds: int) -> dict[str, Any]:
     found = {name: sorted(each)[len(each) // 2] for name, each in times.items()}
     row |= {f"{name}_us": round(us, 2) for name, us in found.items()}
     row |= {f"{name}_captures_us": [round(us, 2) for us in each] for name, each in times.items()}
-    row |= {"ratio": round(found["off"] / found["on"], 4)}
+    apart = max(max(each) / min(each) - 1 for each in times.values())
+    row |= {"ratio": round(found["off"] / found["on"], 4), "noise": round(apart, 4)}
     return row if switch.other else row | {"difference": difference}
 
 

@@ -214,6 +214,13 @@ def _show_model(rows: Sequence[dict[str, Any]], out: Console) -> None:
     out.print(table)
 
 
+def _with_noise(row: dict[str, Any]) -> str:
+    """Return a ratio, what captures of one way differ by, and whether that leaves anything of it."""
+    told, noise = f"{row['ratio']:.3f}", row.get("noise", 0.0)
+    told += f" ± {noise:.1%}" if noise else ""
+    return f"{told}, decides nothing" if noise and abs(row["ratio"] - 1) <= noise else told
+
+
 def _show_ablation(rows: Sequence[dict[str, Any]], out: Console) -> None:
     head = rows[0]
     table = Table(
@@ -226,7 +233,7 @@ def _show_ablation(rows: Sequence[dict[str, Any]], out: Console) -> None:
         if "skipped" in row:
             figures = ("", "", row["skipped"])
         else:
-            figures = (f"{row['off_us']:.1f}", f"{row['on_us']:.1f}", f"{row['ratio']:.3f}")
+            figures = (f"{row['off_us']:.1f}", f"{row['on_us']:.1f}", _with_noise(row))
         table.add_row(str(row["batch"]), row["items"], row["what"], *figures, row["quoted"])
     out.print(table)
 
@@ -312,8 +319,6 @@ def register(app: typer.Typer, out: Console, err: Console) -> None:
         from fastlayers_server.known_models import config_of
 
         config = config_of(name)
-        if (family := config.get("model_type")) not in ablation.SMALL:
-            raise ArgumentError("bench ablation", "MODEL", f"{name!r} of type {family!r}", ", ".join(ablation.SMALL))
         place, kind = device_named("bench ablation", device), dtype_named("bench ablation", dtype)
         batches, wanted = (counts_named("bench ablation", *each) for each in ((batch, "--batch"), (items, "--items")))
         if not ablation.ITEMS.issuperset(wanted):

@@ -52,8 +52,14 @@ What a checkpoint's own format rounds counts with each variant of ours (:func:`o
 fp32 has the floor: KL grows with the square of the unit round-off, (2⁻²⁴ / 2⁻⁹)² = 2⁻³⁰ of bf16's, and 16 times that
 lets sums of another order be four times as far off. The margin covers what the sum leaves out: errors of two roundings
 are not quite independent, and sums in bf16 have an order. ``tests/server/test_accuracy_bounds.py`` holds both sides of
-it: every sound variant of the shipped checkpoints stays within, and a wrong scale of one block, a halved expert and, in
-fp32, where no noise of bf16 covers it, a cache scale that is 2 % off or a single wrong exponent of MXFP4 go beyond.
+it: every sound variant of the shipped checkpoints stays within, and at the places that are planted there a doubled
+scale of one block, a halved expert and, in fp32, where no noise of bf16 covers it, a cache scale that is 2 % off or a
+single wrong exponent of MXFP4 go beyond. It is no proof for other places: a block or an expert that weighs less on
+these texts than what the format rounds may be wrong and stay within, and what no logits come from (NextN layers) is not
+judged.
+
+Both sides read the same files, so what is wrong in a checkpoint is wrong in both: a bound finds faults of the library.
+The planted ones are in the files that the judged side reads, and the reference reads sound ones.
 """
 
 from __future__ import annotations

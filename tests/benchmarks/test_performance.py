@@ -469,5 +469,83 @@ fastlayers_gc_pause_seconds_bucket{generation="2",le="+Inf"} 1.0
 
 def test_the_committed_page_is_fresh() -> None:
     tables: Any = load("tools/performance_tables.py")
-    assert tables.fill(tables.PAGE.read_text()) == tables.PAGE.read_text()
+    assert tables.fill(tables.PAGE.read_text()) == tables.PAGE.read_text(), "run: python tools/performance_tables.py"
     assert {path.name: path.read_text() for path in tables.PLOTS.glob("*.svg")} == tables.plots()
+
+
+def test_counts_of_the_page_stand_in_tables_alone() -> None:
+    """What a person typed would stay as it is when results are renewed."""
+    text = load("tools/performance_tables.py").PAGE.read_text()
+    typed = re.sub(r"<!-- (\w+) -->\n.*?<!-- /\1 -->", "", text, flags=re.DOTALL)
+    assert re.findall(r".*\b\d[\d,]* of \d.*", typed) == []
+    assert len(typed) < len(text) / 2 and "99 of 102" not in typed
+
+
+def test_points_that_something_else_beat_are_listed(tables: Any, tmp_path: Path) -> None:
+    """Packages' by more than "never slower" allows, and rows of our own by more than runs differ."""
+    slower = sys.modules["slower_points"]
+    config = {"BLOCK": 64}
+    write(tmp_path, "fp8_linear", [
+        point(1, "deep_gemm", 10.0, auto=True), point(1, "triton", 5.0), point(1, "triton", 4.0, config=config),
+        point(4, "triton", 10.4, auto=True, config=config), point(4, "triton", 10.0), point(4, "deep_gemm", 10.0),
+        point(16, "triton", 5.0, auto=True), point(16, "deep_gemm", 6.0), point(64, "torch", 9.0, auto=True),
+    ])  # fmt: skip
+    own, others = tables.TABLES["own_rows"](), tables.TABLES["slower"]()
+    assert "| fp8_linear N36864 K7168 | 1 |  | deep_gemm | 10.0 | triton (BLOCK: 64) | 4.0 | 2.50 |" in own
+    assert own.count("| fp8_linear") == 1 and own.endswith("1 of 2 points where another of our own rows was timed.")
+    assert "| 4 |  | triton (BLOCK: 64) | 10.4 | deep_gemm | 10.0 | 1.04 |" in others
+    assert others.count("| fp8_linear") == 1 and others.endswith("1 of 4 points with a peer.")
+    write(tmp_path, "fp8_linear", [point(1, "triton", 10.5, auto=True), point(1, "gluon", 10.0)])
+    assert tables.TABLES["own_rows"]() == "0 of 1 points where another of our own rows was timed."
+    assert slower.BEATEN == 1.05
+
+
+def test_the_page_says_which_kernels_are_others_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against what was recorded from git at the commit of its points; that git still says so is the tool's to check."""
+    load("tools/performance_tables.py")
+    since = sys.modules["page_since"]
+    old, new = since.recorded(), since.today()
+    assert old["commit"] == since.commit_of_points(), "run: python tools/page_since.py"
+    section = load("tools/performance_tables.py").PAGE.read_text().partition("\n## Since that commit\n")[2]
+    prose = section.partition("<!-- /changed -->")[2].partition("\n## ")[0]
+    fresh = {name.partition("/")[2] for name in new["backends"].keys() - old["backends"].keys()}
+    assert [name for name in sorted(fresh) if name not in prose] == [], "say what came since"
+    # Rows that moved or came since have no counterpart; most have.
+    assert len(old["backends"].keys() & new["backends"].keys()) > 0.8 * len(new["backends"])
+    monkeypatch.setattr(since, "recorded", lambda: new)
+    assert since.changed().splitlines()[2:] == []
+    timed = since.points_of_layers()
+    row = next(row for row in timed["gqa"] if row["backend"] == "triton" and row["tokens"] == 64)
+    shape = f"gqa/{since.key_of(row['cfg'])}"
+    kernel = next(name for name in new["kernels"] if name.startswith("norm/rms_norm/"))
+    other = json.loads(json.dumps(new))
+    other["backends"]["router/triton"] = "other"
+    del other["backends"]["fused_moe/triton"]
+    other["kernels"][kernel] = "other"
+    other["ladders"][shape] = [{"max_tokens": None, "backend": "torch", "config": None}]
+    monkeypatch.setattr(since, "recorded", lambda: other)
+    lines = {line.split(" | ")[0].removeprefix("| "): line for line in since.changed().splitlines()[2:]}
+    count = len(timed["router"])
+    assert lines["router"] == f"| router | `triton` |  |  | {count} of {count} |"
+    assert lines["fused_moe"].startswith("| fused_moe | `triton` (new) |  |  | ")
+    ran = sum(each["backend"] == "triton" for each in timed["fused_moe"])
+    assert lines["fused_moe"].endswith(f"| {ran} of {len(timed['fused_moe'])} |") and ran > 0
+    assert f"| rms_norm |  | `{kernel.partition('::')[0]}` 1 |  | 0 of {len(timed['rms_norm'])} |" == lines["rms_norm"]
+    assert lines["gqa"].startswith("| gqa |  |  | 1 | ") and since.otherwise(row, other, new)
+    assert set(lines) == {"router", "fused_moe", "rms_norm", "gqa"}
+
+
+def test_a_kernel_is_compared_by_what_it_does(tmp_path: Path) -> None:
+    load("tools/performance_tables.py")
+    since = sys.modules["page_since"]
+    text = "import triton\n\nSIZE = 4\n\n\n@triton.jit\ndef _kernel(x):\n    y = x + SIZE\n    return y\n"
+
+    def kernels(file: str, source: str) -> set[str]:
+        files = {f"src/fastlayers/{file}": source}
+        return set(since.stand(files.get, sorted(files))["kernels"].values())
+
+    usual = kernels("norm/a.py", text)
+    assert len(usual) == 1 and kernels("linear/b.py", text.replace("_kernel", "_other")) == usual
+    assert kernels("norm/a.py", f"{text}\n\ndef host():\n    return 1\n") == usual
+    for other in (text.replace("x + SIZE", "x - SIZE"), text.replace("SIZE = 4", "SIZE = 8")):
+        assert len(kernels("norm/a.py", other)) == 1 and kernels("norm/a.py", other) != usual

@@ -79,7 +79,7 @@ def test_a_slice_from_its_checkpoint_to_tokens(figures: Any, tmp_path: Path) -> 
     assert (narrow["kv_dtype"], wide["kv_dtype"]) == ("float8_e4m3fn", "bfloat16")
     assert 1.99 * wide["tokens"] < narrow["tokens"] < 2.01 * wide["tokens"]
     (tmp_path / "rows.jsonl").rename(tmp_path / "slice_h200.jsonl")
-    assert figures.capacity().missing == "" and figures.deepseek() is None
+    assert import_module("systems_caches").capacity().missing == "" and figures.deepseek() is None
     model = {"what": "model", "batch": 1, "us": 5e3, "of_floor": 0.5, "layers": 6}
     (tmp_path / "bench_model_h200.jsonl").write_text(json.dumps(model))
     assert figures.deepseek().missing == ""

@@ -452,7 +452,7 @@ def test_a_configuration_that_contradicts_its_tensors(converted: Converted, tmp_
 
 
 def test_a_slow_format_is_announced_once(converted: Converted, caplog: pytest.LogCaptureFixture) -> None:
-    slow_formats.forget()
+    slow_formats._announced.clear()
     with caplog.at_level(logging.WARNING, logger="fastlayers.quant.slow_formats"):
         for _ in range(2):
             AutoModel.from_pretrained(converted.quantised("fp8-block"))

@@ -22,7 +22,6 @@ from fastlayers.errors import ArgumentError, NoBackendError
 from fastlayers.moe.placement.triton import TritonSlots
 from fastlayers.registry import COLLECTIVES, LAYERS, PARTS, builtin_registry, registry
 from fastlayers.registry.spec import spec_of
-from fastlayers.runtime.gc_pause import gc_pause
 from fastlayers_server.ablation import SWITCHES
 
 REPO = Path(__file__).resolve().parents[2]
@@ -193,91 +192,6 @@ def test_parts_that_are_no_layer_have_rows() -> None:
     assert first == wanted | {"expert_placement": TritonSlots}
 
 
-@dataclass
-class Uses:
-    """What is not a test: what its modules define without an underscore, and where names are read.
-
-    ``made``: name and lines of functions that nothing registers (as a command, an operator, a kernel) and of classes.
-    ``strictly``: the files that load `fl.Name`, `Name` or "module:Name"; ``anyhow``: also any attribute or import under
-    another name, with lines.
-    """
-
-    made: list[tuple[str, Path, range]]
-    strictly: dict[str, set[str]]
-    anyhow: dict[str, set[tuple[Path, int]]]
-
-
-@cache
-def uses() -> Uses:
-    roots = ("src", "models", "server", "benchmarks")
-    paths = [path for root in roots for path in (REPO / root).rglob("*.py")]
-    found = Uses([], {}, {})
-    with gc_pause():  # half of the time would go into looking through trees
-        for path in paths:
-            _read(path, found)
-    return found
-
-
-def _read(path: Path, found: Uses) -> None:
-    tree = ast.parse(path.read_text())
-    for made in tree.body:
-        if not isinstance(made, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or made.name.startswith("_"):
-            continue
-        if isinstance(made, ast.ClassDef) or not made.decorator_list:
-            found.made.append((made.name, path, range(made.lineno, (made.end_lineno or made.lineno) + 1)))
-    counts = path.name != "cases.py" and path != Path(fl.__file__)
-    for node in ast.walk(tree):
-        names, strict = list[str](), True
-        if isinstance(node, ast.Attribute):
-            names, strict = [node.attr], isinstance(node.value, ast.Name) and node.value.id == "fl"
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            names = [node.id]
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            target = re.fullmatch(r"[\w.]+:(\w+)", node.value)
-            names = [target[1]] if target else []
-        elif isinstance(node, ast.ImportFrom):
-            names, strict = [each.name for each in node.names if each.asname], False
-        for name in names:
-            found.anyhow.setdefault(name, set()).add((path, getattr(node, "lineno", 0)))
-            if strict and counts:
-                found.strictly.setdefault(name, set()).add(str(path))
-
-
-def reasons(heading: str) -> dict[str, str]:
-    """Return what the page's table below a heading says of each name."""
-    section = PAGE.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    return dict(re.findall(r"^\| `(\w+)` \| ([^|\d]{40,}) \|$", section, re.MULTILINE))
-
-
-def test_every_public_class_has_a_caller_or_a_reason_on_the_page() -> None:
-    used, without = uses().strictly, set()
-    for name in fl.__all__:
-        made = getattr(fl, name)
-        if inspect.isclass(made):
-            # Rows of the registry for parts name their own class.
-            home = inspect.getsourcefile(made)
-            if not used.get(name, set()) - {home}:
-                without.add(name)
-    assert without == set(reasons("Public classes that nothing here calls"))
-
-
-def test_nothing_is_there_for_tests_alone_without_a_reason_on_the_page() -> None:
-    """Of each module's functions and classes without an underscore; what `fastlayers.testing` has is for tests.
-
-    What benchmarks alone read is timed, but not used.
-    """
-    found, without = uses(), set()
-    rows = [row for layer in (*LAYERS, *COLLECTIVES, *PARTS) for row in builtin_registry(layer).ranked]
-    built = {row.target.partition(":")[2] for row in rows if isinstance(row.target, str)}
-    for name, path, lines in found.made:
-        if "benchmarks" in path.parts or "testing" in path.parts or name in built:
-            continue
-        readers = {file for file, line in found.anyhow.get(name, set()) if file != path or line not in lines}
-        if all("benchmarks" in file.parts for file in readers):
-            without.add(name)
-    assert without == set(reasons("Functions and classes for others"))
-
-
 @pytest.fixture
 def tool() -> Any:
     found = importlib.util.spec_from_file_location("systems_table", REPO / "tools" / "systems_table.py")
@@ -340,7 +254,7 @@ def test_the_last_run_of_a_point_counts_and_its_commit_is_named(
     assert tool.figures()[1][45][1] == "not done: a step is slower with it: A, 1", "more than it may"
 
 
-def test_several_runs_of_a_commit_count_alike_and_captures_say_what_says_nothing(
+def test_several_runs_of_a_commit_count_alike_and_captures_say_what_decides_nothing(
     tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     about = {"items": "1", "quoted": "an image", "model": "a/A", "batch": 1}
@@ -358,9 +272,36 @@ def test_several_runs_of_a_commit_count_alike_and_captures_say_what_says_nothing
     table = tool.table()
     # One step's captures lie 2 % apart; those of the step with codes, which is another one, 2.9 %.
     assert "A, 1: 100.0 to 102.0 µs, 2.9%" in table and "Made by `c` at abc, `again` at abc" in table
-    assert "| 1 | x | an image | 1.020 | says nothing: A 1 |" in table and "| 1 | y | an image | 1.500 |  |" in table
-    assert f"| 1 | {codes} | an image | 0.960 | off by default" in table
-    assert "| A, 1: 0.960 × | loses 4.0 % of a step" in tool.figures()[0]
+    assert "| 1 | x | an image | 1.020 ± 2.9% | decides nothing: A 1 |" in table
+    assert "| 1 | y | an image | 1.500 ± 2.9% |  |" in table
+    assert f"| 1 | {codes} | an image | 0.960 ± 2.9% | slower with it: A 1; off by default" in table
+    assert "| A, 1: 0.960 × ± 2.9% | loses 4.0 % of a step" in tool.figures()[0]
+
+
+def test_what_captures_differ_by_is_no_gain_and_no_silence(
+    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a ratio within noise, a figure of the page says so, also where it is a loss; its item stays as it is."""
+    gate = {"items": "28", "quoted": "an image", "model": "a/A", "what": "factor in the gate", "batch": 1}
+    run = {"command": "c", "commit": "abc", "device": "H200", "torch": "2"}
+    monkeypatch.setattr(sys.modules["systems_figures"], "RESULTS", tmp_path)
+    words = "no further from 1 than captures differ, which decides nothing: A, 1"
+    for ratio, told, state in (
+        (0.975, words, "done"), (1.035, words, "done"), (1.05, "", "done"),
+        (0.94, "a step is slower with it: A, 1", "not done: a step is slower with it: A, 1"),
+    ):  # fmt: skip
+        lines = [run, gate | {"ratio": ratio, "on_us": 100.0}, gate | {"what": "x", "ratio": 2.0, "on_us": 103.6}]
+        (tmp_path / "ablation_h200.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        text, states = tool.figures()
+        assert f"| 28 | routed factor in the gate | A, 1: {ratio:.3f} × ± 3.6% | {told} |" in text
+        assert states[28][1] == state
+
+
+def test_where_ratios_are_quoted_that_was_not_run_is_said(tool: Any) -> None:
+    batches = {row["batch"] for row in tool.rows(tool.RESULTS)[1]}
+    (quoted,) = {int(size) for each in SWITCHES for size in re.findall(r"at (\d+) tokens", each.quoted)}
+    assert quoted not in batches, "it ran: say what it gained"
+    assert f"quoted at {quoted} tokens, which no run here has" in tool.REASONS["tuned experts"]
 
 
 def test_what_is_off_by_default_is_off_and_what_loses_has_a_reason(tool: Any) -> None:
@@ -370,7 +311,7 @@ def test_what_is_off_by_default_is_off_and_what_loses_has_a_reason(tool: Any) ->
         (name,) = re.findall(r"off by default \(`(\w+)=False`\): .{20,}", why)
         assert inspect.signature(fl.MLAAttention).parameters[name].default is False
     for line in tool.table().splitlines():
-        ratios = [float(cell) for cell in _cells(line)[3:-1] if re.fullmatch(r"\d\.\d+", cell)]
+        ratios = [float(cell.split(" ± ")[0]) for cell in _cells(line)[3:-1] if re.match(r"\d\.\d+( ± |$)", cell)]
         assert not ratios or min(ratios) > 0.99 or len(_cells(line)[-1]) > 20, line
 
 
@@ -437,6 +378,34 @@ def test_pages_points_beside_each_package(tool: Any, tmp_path: Path, monkeypatch
     assert tool.figures()[1][63][1] == "not done: slower than vLLM: gpt_oss_20b at 32"
 
 
+def test_an_fp8_cache_of_latents_is_compared_with_bf16(
+    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the page's results, and of points that only one of both has, or that round operands as well."""
+    caches = sys.modules["systems_caches"]
+    slower, count = [ratio for ratio in caches.beside_bf16() if ratio > 1.03], len(caches.beside_bf16())
+    assert count > 20
+    told = f"slower than over bf16 at {len(slower)} of {count} points, {min(slower):.2f} to {max(slower):.2f} ×"
+    assert any(line.startswith("| 5 |") and told in line for line in PAGE.read_text().splitlines())
+    # What docs/serving.md says without a number.
+    words = "takes longer than over bf16 at nearly all points that were timed"
+    assert (words in (REPO / "docs/serving.md").read_text()) == (len(slower) > 0.9 * count)
+    assert words in (REPO / "docs/serving.md").read_text()
+
+    monkeypatch.setattr(sys.modules["systems_figures"], "RESULTS", tmp_path)
+    (tmp_path / "performance").mkdir()
+    cfg = "num_heads=16, kv_dtype=torch.{}, phase='{}', fp8_math={}"
+    made = [("bfloat16", "decode", False, 1, 10.0), ("float8_e4m3fn", "decode", False, 1, 15.0),
+            ("float8_e4m3fn", "decode", True, 1, 8.0), ("float8_e4m3fn", "decode", False, 2, 9.0),
+            ("bfloat16", "extend", False, 1, 1.0), ("float8_e4m3fn", "extend", False, 1, 1.0)]  # fmt: skip
+    rows = [
+        {"auto": auto, "cfg": cfg.format(dtype, phase, math), "tokens": tokens, "context": 4096, "us": factor * us}
+        for dtype, phase, math, tokens, us in made for auto, factor in ((True, 1), (False, 0.1))
+    ]  # fmt: skip
+    (tmp_path / "performance/mla.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert caches.beside_bf16() == [1.5]
+
+
 def test_words_of_rows_are_true() -> None:
     """What the page's hand says beside the name of a system, where code or a figure can say that it is so."""
     name = {row.item: row.name for row in ROWS}
@@ -460,6 +429,29 @@ def test_words_of_rows_are_true() -> None:
     early = {row["layer"] for row in small if row.get("backend", "").endswith("PDL")}
     assert "| 18 | rotation, launched dependently, beside peers launched plainly |" in page and "rotary" not in early
     assert "| 24 | router, beside peers, FlashInfer's launched dependently as well |" in page and "router" in early
+
+
+def test_results_that_do_not_say_how_they_were_made_are_listed(
+    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origins = sys.modules["result_origins"]
+    told = origins.listed(PAGE.read_text())
+    assert told and PAGE.read_text().count(told) == 1
+    assert "`cutlass_boundary_h200.jsonl`: `6_boundary.py`, which is not in the tree" in told
+    assert "`drafts_h200.jsonl`: no command (part `drafts` of `benchmarks/renew.py`)" in told
+    assert "mla.jsonl" not in told and "gpu_suite.json" not in told
+    monkeypatch.setattr(origins, "RESULTS", tmp_path)
+    for name, rows in {
+        "a.jsonl": [{"command": "python benchmarks/slice.py --out a"}, {"us": 1.0}],
+        "b.jsonl": [{"run": {"command": "slice.py"}}, {"run": {"commit": "abc", "part": "x"}}],
+        "c.jsonl": [{"command": "gone.py --fast", "commit": "abc"}],
+        "d.jsonl": [{"command": "by turns", "commit": "abc"}, {"command": "fastlayers bench layer mla"}],
+    }.items():
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert origins.listed("| `a.jsonl#us` `b.jsonl` `c.jsonl#x` | `d.jsonl` `absent.jsonl` |") == (
+        "Results named on this page that do not say how they were made: `b.jsonl`: no command (part `x` of "
+        "`benchmarks/renew.py`); `c.jsonl`: `gone.py`, which is not in the tree; `d.jsonl`: words instead of a command."
+    )
 
 
 def test_an_item_waits_for_each_of_its_figures(tool: Any) -> None:

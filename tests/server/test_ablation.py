@@ -14,7 +14,10 @@ import fastlayers as fl
 from fastlayers.errors import ArgumentError
 from fastlayers.runtime import launch
 from fastlayers.tuning import clock
-from fastlayers_server.ablation import SWITCHES, Stack, _Undependent, relative_rms, replaced, stack_of, switch_row
+from fastlayers_server import ablation
+from fastlayers_server.ablation import SWITCHES, Stack, _Undependent, relative_rms, replaced, switch_row
+from fastlayers_server.ablation_models import check, stack_of
+from fastlayers_server.bench_command import _with_noise
 from fastlayers_server.cli import app
 from fastlayers_server.known_models import DEEPSEEK_V3, GPT_OSS_20B
 
@@ -182,6 +185,30 @@ def test_command() -> None:
     assert all(row["quoted"] and row["items"] and ("ratio" in row or "skipped" in row) for row in rows)
     other = CliRunner().invoke(app, ["bench", "ablation", "Qwen/Qwen3-8B", "--device", "cpu"]).exception
     assert isinstance(other, ArgumentError) and "accepted: deepseek_v3, gpt_oss" in str(other)
+
+
+def test_a_context_without_room_for_the_next_token_is_refused() -> None:
+    """By the option's name, and before a model is made; of a CPU it is the small model's."""
+    arguments = ["bench", "ablation", "--device", "cpu", "--context"]
+    for context in ("4096", "9000"):
+        other = CliRunner().invoke(app, [*arguments, context]).exception
+        assert isinstance(other, ArgumentError)
+        assert f"bench ablation: --context is {context}; accepted: 1 to 4095: the small model that a CPU" in str(other)
+    for name, config in CONFIGS.items():
+        check(name, config, "cpu", 4095)
+        most = config["max_position_embeddings"]
+        check(name, config, "cuda", most - 1)
+        with pytest.raises(ArgumentError, match=f"accepted: 1 to {most - 1}: the model has {most} positions"):
+            check(name, config, "cuda", most)
+
+
+def test_a_ratio_that_captures_differ_by_decides_nothing(monkeypatch: pytest.MonkeyPatch, stacks: Any) -> None:
+    times = {"off": [100.0, 104.0, 102.0], "on": [100.0, 101.0, 99.0]}
+    monkeypatch.setattr(ablation, "measure_captures", lambda *given: times)
+    row = switch_row(switch("router"), stacks["openai/gpt-oss-20b"], 1)
+    assert (row["ratio"], row["noise"]) == (1.02, 0.04)
+    assert _with_noise(row) == "1.020 ± 4.0%, decides nothing"
+    assert _with_noise(row | {"ratio": 1.05}) == "1.050 ± 4.0%" and _with_noise({"ratio": 1.0}) == "1.000"
 
 
 def test_items_alone() -> None:

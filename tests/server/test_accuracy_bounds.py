@@ -237,7 +237,12 @@ def test_a_checkpoint_in_fp8_is_judged_by_what_its_format_rounds(fp8: Callable[[
     )
     assert stick.bound(())[0] < far.mean <= mean and far.p99 <= p99
     wrong = edited(folder, tmp_path / "wrong", block_doubled("model.layers.0.self_attn.o_proj"))
-    assert stick.of(FastlayersRunner(wrong, FP32, CPU).logits).mean > mean
+    runner = FastlayersRunner(wrong, FP32, CPU)
+    assert stick.of(runner.logits).mean > mean
+    # But beside itself, as ``eval --check`` has it: what is wrong in a checkpoint is wrong in its reference, too.
+    beside = Yardstick(wrong, stick.texts, CPU)
+    far, (mean, p99) = beside.of(runner.logits), beside.bound(("fp8-inputs",))
+    assert far.mean <= mean and far.p99 <= p99
 
 
 def test_int8_is_not_given_to_transformers(tmp_path: Path) -> None:

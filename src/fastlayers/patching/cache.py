@@ -61,11 +61,6 @@ class LatentLayer(DynamicLayer):
         # The shape of a decode step over pages, and its metadata: the same for all layers of a cache.
         self.described: tuple[Any, Any] | None = None
 
-    @property
-    def linked(self) -> bool:
-        """Whether the contents are in the buffer."""
-        return self.buffer is not None
-
     def _views(self) -> list[Any]:
         if self.buffer is None:
             return self._apart

@@ -71,11 +71,6 @@ def announce_slow_formats(model: nn.Module) -> None:
 _announced: set[tuple[str, str]] = set()
 
 
-def forget() -> None:
-    """Forget what was said, so that it is said again."""
-    _announced.clear()
-
-
 def _codes(module: Layer) -> tuple[str, int] | None:
     """Return the format of a layer's own weights and their bytes, or ``None`` for formats that run at speed."""
     weights = [p for p in module.parameters(recurse=False) if p.dim() > 1]

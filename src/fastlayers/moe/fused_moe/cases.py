@@ -276,7 +276,7 @@ def bounds_of_few(case: Case) -> dict[str, Bound]:
 
 
 def oracle(backend: str) -> Oracle | None:
-    """Compare backends that round the first product with an oracle that does; of one the bounds of few tokens differ."""
+    """Compare backends that round the first product with an oracle that does; one has other bounds for few tokens."""
     if backend == "deep_gemm_gathered":
         return Oracle(f"{_HERE}.reference:ReferenceFusedMoE", bounds_of_few)
     return Oracle(f"{_HERE}.reference:RoundedFusedMoE", bounds_of_rounding) if backend in _ROUNDING else None
