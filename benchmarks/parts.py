@@ -442,11 +442,12 @@ def _tables() -> Iterator[Part]:
         )
     # Behind the tuner, which times calls alone: which of what is nearly alike is the fastest in whole steps.
     steps = (
-        ("qwen3_8b", "8 4 2 16", 85), ("qwen3_8b_32", "32", 75), ("qwen3_30b_a3b", "32 1", 95),
-        ("gpt_oss_20b", "32 1", 80),
+        ("qwen3_8b", "8 4 2 16", 85), ("qwen3_8b_32", "32", 75), ("qwen3_8b_1", "1", 40),
+        ("qwen3_30b_a3b", "32 1", 95), ("gpt_oss_20b", "32 1", 80), ("gpt_oss_20b_8", "8", 40),
     )  # fmt: skip
     for name, rows, took in steps:
-        model = name.removesuffix("_32")  # of which there is most to try
+        # Counts of rows with a run of their own: one that is renewed keeps the others.
+        model = next(each for each in MODELS if name.startswith(each))
         needs = ("triton_kernels",) if model == "gpt_oss_20b" else ()
         command = f"benchmarks/whole_steps.py {model} --rows {rows} --seconds {took} --out {{out}}"
         target = "10: 2, decode; 16: rows 1-3"
@@ -474,6 +475,8 @@ PARTS = tuple(sorted((*_single(), *_served(), *_suites(), *_ranks(), *_layers(),
 # Results of GPUs that no part renews, and why.
 HISTORY = {
     "bf12_trials_h200.jsonl": "products with weights of 12 bits in whole steps; benchmarks/notes/bf12.md",
+    "tp8_layer_gathered_h200.jsonl": "tp8_layer as far as it came, gathered prompts; benchmarks/notes/tp8_layer.md",
+    "generate_ladders_h200.jsonl": "Qwen3-8B, one row by ladders without whole steps; benchmarks/notes/linear.md",
     "prompt_rows_h200.jsonl": "rows around grouped products of a prompt; benchmarks/notes/tp8_layer.md",
     "bf12_rows_h200.txt": "products of 32 rows with weights of 12 bits by wgmma; benchmarks/notes/bf12.md",
     "prompt_activate_h200.jsonl": "activations by blocks of rows and by pairs; benchmarks/notes/tp8_layer.md",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -166,3 +167,18 @@ def test_a_second_round_captures_few_of_each_place(steps: Any) -> None:
         {"backend": "triton", "us_more": us, **({} if tile is None else {"config": {"BLOCK_N": tile}})}
         for tile, us in ((0, 0.0), (1, 0.5), (2, 1.0), (None, 10.0))
     ]
+
+
+def test_each_count_that_a_part_names_has_its_rows_in_the_committed_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ladders follow these rows: a run of other counts must not take the place of those that it has not."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    parts = [part for part in import_module("parts").PARTS if part.name.startswith("whole_steps.")]
+    head: dict[str, Any] = {}
+    there = set()
+    for line in (ROOT / "benchmarks/results/whole_steps_h200.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        head = row if "sources" in row else head
+        there |= {(head["part"], row["rows"])} if "chosen_us" in row else set()
+    for part in parts:
+        counts = part.command.partition("--rows ")[2].partition(" --")[0].split()
+        assert counts and {(part.name, int(count)) for count in counts} <= there, part.name
