@@ -25,6 +25,7 @@ from fastlayers.errors import ArgumentError, EnvironmentVariableError, Fastlayer
 from fastlayers.norm.rms_norm.layer import RMS_NORM, RMSNormConfig
 from fastlayers.registry import LAYERS, Backend, Registry, registry, torch_backend
 from fastlayers.testing.spec import spec_of
+from fastlayers.tuning.ladder import Rung
 
 plugins_module = importlib.import_module("fastlayers.registry.plugins")
 
@@ -131,6 +132,16 @@ def test_malformed_ladders_raise(want: str) -> None:
     table = toy(Backend("small", Echo), Backend("large", Echo))
     with pytest.raises((ArgumentError, UnknownNameError)):
         table.choose("cfg", H200, want)
+
+
+def test_rungs_of_one_backend_and_configuration_share_what_is_built() -> None:
+    wide = (("BLOCK_M", 64),)
+    backend = Backend("any", lambda cfg, config=None: [config])
+    limits = ((1, ()), (4, wide), (16, ()), (64, wide), (None, ()))
+    rungs = tuple(Rung(limit, backend, None, config) for limit, config in limits)
+    impls = replace(RMS_NORM.choose(RMSNormConfig(8), "cpu", "torch"), rungs=rungs).build().impls
+    assert [impl is impls[0] for impl in impls] == [True, False, True, False, True]
+    assert impls[1] is impls[3] and impls[0] == [None] and impls[1] == [dict(wide)]
 
 
 def test_ladder_never_mixes_weight_layouts() -> None:

@@ -42,8 +42,18 @@ class Choice:
         return next(rung for rung in self.rungs if rung.max_tokens is None or tokens <= rung.max_tokens)
 
     def build(self) -> Ladder:
-        """Import the chosen backends and construct them with the configuration."""
-        return Ladder(self, tuple(rung.build(self.cfg) for rung in self.rungs))
+        """Import the chosen backends and construct them with the configuration.
+
+        Rungs of one backend and configuration share what is built: it is warmed up once.
+        """
+        built: dict[Any, Any] = {}
+        impls = []
+        for rung in self.rungs:
+            what = rung.backend.name, rung.config
+            if what not in built:
+                built[what] = rung.build(self.cfg)
+            impls.append(built[what])
+        return Ladder(self, tuple(impls))
 
     def __repr__(self) -> str:
         return f"{self.layer}={self.name}"
