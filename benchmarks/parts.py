@@ -382,12 +382,12 @@ _SHARED = "D=7168,E=256,top_k=8,num_shared=1,quant=fp8_block,scaling_factor=2.5"
 # DeepSeek-V3's latents in e4m3, all heads.
 _LATENTS = (
     "num_heads=128,kv_lora_rank=512,qk_rope_head_dim=64,qk_nope_head_dim=128,v_head_dim=128,"
-    "softmax_scale=0.1352337788608801,kv_dtype=float8_e4m3fn"
+    "softmax_scale=0.1352337788608801,kv_dtype=float8_e4m3fn,lse=False"
 )
 
 # Qwen3-30B-A3B's decode: with four heads of keys, requests are as few programs as elsewhere half of them.
 _FOUR_HEADS = " ".join(
-    f"--shape num_heads=32,num_kv_heads=4,head_dim=128,phase=decode,context={context}"
+    f"--shape num_heads=32,num_kv_heads=4,head_dim=128,phase=decode,lse=False,context={context}"
     for context in (4096, 1024, 16384)
 )
 

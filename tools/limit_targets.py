@@ -19,7 +19,8 @@ TUNED = Path(__file__).parents[1] / "src/fastlayers/tuned"
 # Without packages a step may take so many times what it takes with them.
 ALONE, ALONE_WORDS = 1.05, "torch and Triton alone"
 # A run that ended before its last rows, and so is none of the page's: where it has a figure that is the newer one.
-SINCE = {"tp8_layer": "../tp8_layer_gathered_h200"}
+# It counts for as long as the page's own rows are of this commit.
+SINCE = {"tp8_layer": ("../tp8_layer_gathered_h200", "e95c4025")}
 MODELS = {"qwen3_30b_a3b": "Qwen3-30B-A3B", "qwen3_8b": "Qwen3-8B", "gpt_oss_20b": "GPT-OSS-20B"}
 
 
@@ -35,7 +36,11 @@ class Figure:
 def runs(part: str) -> Iterator[tuple[Row, str]]:
     """Yield the rows of a part that the page's device measured, each with the commit of its run."""
     device = commit = ""
-    for row in [*lines_of(part), *(lines_of(SINCE[part]) if part in SINCE else ())]:
+    rows = lines_of(part)
+    newer, until = SINCE.get(part, ("", ""))
+    if newer and {row["commit"] for row in rows if "command" in row} == {until}:
+        rows += lines_of(newer)
+    for row in rows:
         head = run if isinstance(run := row.get("run"), dict) else row
         device = head.get("device", head.get("gpu")) or device
         commit = head.get("commit", commit)

@@ -43,7 +43,7 @@ def steps_of(layer: str, key: str, device: str, result: Path = RESULT) -> tuple[
     lines = [json.loads(line) for line in result.read_text().splitlines()] if result.is_file() else []
     found: dict[int, dict[Option, float]] = {}
     head: dict[str, Any] = {}
-    note: dict[str, Any] = {}
+    applied: dict[int, tuple[str, str, str]] = {}
     left: list[str] = []
     for row in lines:
         head = row if "sources" in row else head
@@ -53,8 +53,10 @@ def steps_of(layer: str, key: str, device: str, result: Path = RESULT) -> tuple[
             left.append(f"{layer} {key}, {row['rows']} rows: steps had other kernels of {', '.join(others)}")
             continue
         found[row["rows"]] = {Option.of(each): each["us_more"] for each in row["options"]}
-        note = {"model": row["model"], "commit": head["commit"], "sources": head["sources"]}
-    return found, {"rows": sorted(found), **note} if found else {}, left
+        applied[row["rows"]] = row["model"], head["commit"], head["sources"]
+    names = ("model", "commit", "sources")
+    told = {name: ", ".join(dict.fromkeys(applied[rows][i] for rows in sorted(found))) for i, name in enumerate(names)}
+    return found, {"rows": sorted(found), **told} if found else {}, left
 
 
 def alone(samples: Sequence[Sample], option: Option, tokens: int) -> float:

@@ -1,8 +1,9 @@
 """Try a first product that gathers rows, of FP8 prompts: ``python benchmarks/trials/gathered_rows.py --out FILE``.
 
-Whole experts by deep_gemm, and with the first product gathered by each of its plans; and the parts of both. One JSON
-line a way, all of a point by turns, weights cold: ``error`` is the largest distance to deep_gemm's result, of the
-result's largest value. What was predicted: ``benchmarks/notes/fused_moe_triton.md``.
+Whole experts by deep_gemm, and with the first product gathered by each of its plans; of 4,096 and 8,192 tokens also the
+parts of both. One JSON line a way, all of a point by turns, weights cold: ``error`` is, of whole experts, the largest
+distance to deep_gemm's result, of the result's largest value. Needs a GPU. What was predicted:
+``benchmarks/notes/fused_moe_triton.md``.
 """
 
 from __future__ import annotations

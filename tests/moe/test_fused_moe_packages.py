@@ -14,6 +14,7 @@ import fastlayers as fl
 from fastlayers import env
 from fastlayers.errors import ArgumentError
 from fastlayers.moe.fused_moe.layer import FUSED_MOE, FusedMoEConfig
+from fastlayers.registry.spec import BOUNDS
 from fastlayers.testing.parity import check_parity
 from fastlayers.testing.spec import spec_of
 
@@ -162,8 +163,26 @@ def test_deep_gemm_masked_simulated(case: str) -> None:
 def test_deep_gemm_gathered_simulated(case: str) -> None:
     package = fakes.FakeDeepGemm()
     with fakes.modules(deep_gemm=package):
-        assert simulate("deep_gemm_gathered", case)
+        # Sums are exact here: what single tokens may be off on tensor cores is none of it.
+        assert simulate("deep_gemm_gathered", case)["y"] < BOUNDS[torch.bfloat16].rel_rms
     assert package.tile == 128, "the process-wide setting is put back"
+
+
+@interpreted
+@pytest.mark.parametrize("plan", [{"m": 64, "warps": 8, "stages": 3}, {"m": 128, "warps": 4, "stages": 2}])
+def test_a_gathered_plan_reaches_the_kernel(plan: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastlayers.moe.fused_moe.packages import deep_gemm_gathered
+
+    seen, product = [], deep_gemm_gathered.gathered_gate_up
+    monkeypatch.setattr(deep_gemm_gathered, "gathered_gate_up", lambda *given: (seen.append(given), product(*given))[1])
+    row = FUSED_MOE.named("deep_gemm_gathered")
+    tuned = replace(
+        row, needs=(), refuse=lambda cfg, device: None,
+        target=lambda cfg: deep_gemm_gathered.DeepGemmGatheredFusedMoE(cfg, plan),
+    )  # fmt: skip
+    with fakes.modules(deep_gemm=fakes.FakeDeepGemm()):
+        assert check_parity("fused_moe", tuned, spec_of("fused_moe").case("fp8"))
+    assert seen and all(given[5]._asdict() == plan for given in seen)
 
 
 @interpreted

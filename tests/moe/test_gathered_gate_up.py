@@ -130,7 +130,7 @@ def test_a_config_names_the_whole_plan() -> None:
 
 
 MUTANTS = {
-    "up with gate's scales": ("+ I // _GROUP * GROUPS", "+ 0"),
+    "up with the scales of gate": ("+ I // _GROUP * GROUPS", "+ 0"),
     "up is gate": ("gate_rows + I * D", "gate_rows"),
     "rows of the tokens' order": ("x_ptr + token[:, None]", "x_ptr + tl.where(real, row, 0)[:, None] % 9"),
     "a group's scale for all": ("x_scale + group)", "x_scale)"),
