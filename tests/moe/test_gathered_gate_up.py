@@ -127,6 +127,8 @@ def test_the_rule_is_the_first_candidate() -> None:
 def test_a_config_names_the_whole_plan() -> None:
     with pytest.raises(ValueError, match=r"config of the deep_gemm_gathered backend.*m, warps, stages"):
         DeepGemmGatheredFusedMoE(V3, {"m": 128})
+    with pytest.raises(ValueError, match=r"config\['m'\] is 48; accepted: .*64.*128"):
+        DeepGemmGatheredFusedMoE(V3, {"m": 48, "warps": 4, "stages": 4})
 
 
 MUTANTS = {

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
-from fastlayers.errors import check_keys
+from fastlayers.errors import check_choice, check_keys
 from fastlayers.integers import cdiv
 from fastlayers.linear.fp8_block.deep_gemm import token_counts
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
@@ -60,6 +60,7 @@ class DeepGemmGatheredFusedMoE(ExpertsBackend):
         super().__init__(cfg)
         if config:
             check_keys("fused_moe", "config of the deep_gemm_gathered backend", config, Plan._fields)
+            check_choice("fused_moe", "config['m']", config["m"], (ALIGN // 2, ALIGN))
         plan = Plan(**config) if config else PLANS[0]
         self.numbers = list(plan)
 
