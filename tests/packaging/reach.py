@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+
+from fastlayers.tuning.sources import Module, dotted_path
 
 DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 Key = tuple[str, str]  # a module and a name of it; "" is what the module does when it is imported
@@ -23,76 +26,44 @@ Key = tuple[str, str]  # a module and a name of it; "" is what the module does w
 REGISTERS = {"command", "callback"}
 
 
-@dataclass
-class Source:
+@dataclass(eq=False)
+class Source(Module):
     """A module: what its names are bound to, what it imports, and what runs when it is imported."""
 
-    name: str
-    package: bool
-    made: dict[str, list[ast.stmt]] = field(default_factory=dict)
-    imports: dict[str, tuple[str, str | None]] = field(default_factory=dict)
-    modules: set[str] = field(default_factory=set)
-    body: list[ast.stmt] = field(default_factory=list)
-    public: set[str] = field(default_factory=set)
+    modules: set[str] = field(default_factory=set, init=False)
+    body: list[ast.stmt] = field(default_factory=list, init=False)
 
-    def bind(self, body: Iterable[ast.stmt]) -> None:
-        """Note what statements bind, also those under a condition."""
+    def _import(self, node: ast.Import | ast.ImportFrom) -> None:
+        super()._import(node)
+        where = [self.origin(node)] if isinstance(node, ast.ImportFrom) else []
+        self.modules |= {*where, *(".".join([*where, each.name]) for each in node.names)}
+
+    def _bind(self, body: Iterable[ast.stmt]) -> None:
+        """Note what statements bind, also those of loops, but not what is there for types alone; and what runs."""
         for node in body:
-            if isinstance(node, DEFINED):
-                self.made.setdefault(node.name, []).append(node)
-            elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
-                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                    for each in ast.walk(target):
-                        if isinstance(each, ast.Name):
-                            self.made.setdefault(each.id, []).append(node)
-                self.body.append(node)
-            elif isinstance(node, ast.If | ast.Try | ast.With | ast.For | ast.While):
+            if isinstance(node, ast.If | ast.Try | ast.With | ast.For | ast.While):
                 if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
                     continue
-                self.bind(getattr(node, "body", []))
-                self.bind(getattr(node, "orelse", []) + getattr(node, "finalbody", []))
+                self._bind(getattr(node, "body", []))
+                self._bind(getattr(node, "orelse", []) + getattr(node, "finalbody", []))
                 for handler in getattr(node, "handlers", []):
-                    self.bind(handler.body)
-                self.body.append(node)
+                    self._bind(handler.body)
             else:
+                super()._bind([node])
+            if not isinstance(node, DEFINED):
                 self.body.append(node)
 
-    def made_strings(self) -> set[str]:
+    @cached_property
+    def public(self) -> set[str]:
+        """What a package's ``_PUBLIC`` has for others."""
+        maps = [getattr(node, "value", None) for node in self.definitions.get("_PUBLIC", [])]
+        keys = [key for each in maps if isinstance(each, ast.Dict) for key in each.keys]
+        return {key.value for key in keys if isinstance(key, ast.Constant)}
+
+    def compared_strings(self) -> set[str]:
         """Return the strings that conditions of the module compare with: ``"__main__"`` of one that is run by name."""
         tests = [each for node in self.body if isinstance(node, ast.If) for each in ast.walk(node.test)]
         return {each.value for each in tests if isinstance(each, ast.Constant) and isinstance(each.value, str)}
-
-
-def parsed(name: str, text: str, package: bool) -> Source:
-    """Return a module's source."""
-    found, tree = Source(name, package), ast.parse(text)
-    found.bind(tree.body)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for each in node.names:
-                whole = each.name if each.asname else each.name.partition(".")[0]
-                found.imports[each.asname or whole] = (whole, None)
-                found.modules.add(each.name)
-        elif isinstance(node, ast.ImportFrom):
-            pieces = name.split(".") if package else name.split(".")[:-1]
-            parent = ".".join(pieces[: len(pieces) - node.level + 1]) if node.level else ""
-            where = ".".join(filter(None, (parent, node.module)))
-            for each in node.names:
-                found.imports[each.asname or each.name] = (where, each.name)
-                found.modules |= {where, f"{where}.{each.name}"}
-    for node in found.made.get("_PUBLIC", []):
-        value = getattr(node, "value", None)
-        if isinstance(value, ast.Dict):
-            found.public = {each.value for each in value.keys if isinstance(each, ast.Constant)}
-    return found
-
-
-def dotted(node: ast.AST) -> list[str]:
-    """Return the names of ``a.b.c``; none if the expression is something else."""
-    if isinstance(node, ast.Attribute):
-        before = dotted(node.value)
-        return [*before, node.attr] if before else []
-    return [node.id] if isinstance(node, ast.Name) else []
 
 
 def running(node: ast.AST, in_class: bool = False) -> Iterator[ast.AST]:
@@ -114,7 +85,7 @@ class Tree:
     """Modules by name, and what their definitions read."""
 
     def __init__(self, modules: Mapping[str, tuple[str, bool]]) -> None:
-        self.modules = {name: parsed(name, *found) for name, found in modules.items()}
+        self.modules = {name: Source(name, *found) for name, found in modules.items()}
         self.attributes: dict[Key, set[str]] = {}
         self._reads: dict[Key, set[Key]] = {}
 
@@ -123,7 +94,7 @@ class Tree:
         source = self.modules.get(module)
         if source is None or (module, name) in seen:
             return None
-        if name in source.made:
+        if name in source.definitions:
             return module, name
         if name in source.imports:
             where, attribute = source.imports[name]
@@ -136,14 +107,14 @@ class Tree:
     def _public(self, source: Source, name: str) -> Key | None:
         """Return what a package's ``_PUBLIC`` says of a name."""
         if name in source.public:
-            for node in source.made["_PUBLIC"]:
+            for node in source.definitions["_PUBLIC"]:
                 value = getattr(node, "value", None)
                 for key, where in zip(value.keys, value.values, strict=True) if isinstance(value, ast.Dict) else ():
                     if isinstance(key, ast.Constant) and key.value == name and isinstance(where, ast.Constant):
                         return self.named(str(where.value), name)
         return None
 
-    def resolve(self, module: str, path: list[str]) -> Iterator[Key]:
+    def resolve(self, module: str, path: Sequence[str]) -> Iterator[Key]:
         """Yield the definitions that a dotted name passes on its way: the first one, or modules and what is in them."""
         found = self.named(module, path[0]) if path else None
         for piece in path[1:]:
@@ -165,10 +136,10 @@ class Tree:
             found |= {
                 (".".join(parents[:n]), "") for n in range(1, len(parents)) if ".".join(parents[:n]) in self.modules
             }
-            nodes = source.made[name] if name else source.body
+            nodes = source.definitions[name] if name else source.body
             self.attributes[key] = set()
             if not name:
-                found |= {(module, made) for made, bound in source.made.items() if any(map(registered, bound))}
+                found |= {(module, made) for made, bound in source.definitions.items() if any(map(registered, bound))}
             for node in nodes:
                 skipped = public_map(node)
                 for each in () if skipped else running(node, isinstance(node, ast.ClassDef)):
@@ -180,7 +151,7 @@ class Tree:
         found: set[Key] = set()
         if isinstance(node, ast.Attribute):
             attributes.add(node.attr)
-            found |= set(self.resolve(module, dotted(node)))
+            found |= set(self.resolve(module, dotted_path(node)))
             if isinstance(node.value, ast.Call):  # import_module("package.module").name
                 given = [each.value for each in node.value.args if isinstance(each, ast.Constant)]
                 where = [each for each in given if isinstance(each, str) and each in self.modules]
@@ -212,7 +183,7 @@ class Tree:
     def made(self) -> Iterator[Key]:
         """Yield every function and class without an underscore."""
         for module, source in self.modules.items():
-            for name, nodes in source.made.items():
+            for name, nodes in source.definitions.items():
                 if not name.startswith("_") and any(isinstance(n, DEFINED) and not is_type(n) for n in nodes):
                     yield module, name
 
@@ -221,7 +192,7 @@ class Tree:
         read = set[str]().union(*(self.attributes[key] for key in reached))
         found = set()
         for module, name in reached:
-            for node in self.modules[module].made.get(name, ()):
+            for node in self.modules[module].definitions.get(name, ()):
                 for each in node.body if isinstance(node, ast.ClassDef) and not is_type(node) else ():
                     if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) and not each.name.startswith("_"):
                         pieces = each.name.split("_")
@@ -233,14 +204,16 @@ class Tree:
 
 def is_type(node: ast.AST) -> bool:
     """Say whether a class is a ``Protocol``: what it names is made elsewhere."""
-    bases = [dotted(base.value if isinstance(base, ast.Subscript) else base) for base in getattr(node, "bases", ())]
-    return any(base[-1:] == ["Protocol"] for base in bases)
+    bases = [
+        dotted_path(base.value if isinstance(base, ast.Subscript) else base) for base in getattr(node, "bases", ())
+    ]
+    return any(base[-1:] == ("Protocol",) for base in bases)
 
 
 def registered(node: ast.stmt) -> bool:
     """Say whether a decorator hands a function to something that calls it."""
     decorators = getattr(node, "decorator_list", [])
-    return any(dotted(each.func if isinstance(each, ast.Call) else each)[-1:] in [[r] for r in REGISTERS]
+    return any(dotted_path(each.func if isinstance(each, ast.Call) else each)[-1:] in [(r,) for r in REGISTERS]
                for each in decorators)  # fmt: skip
 
 

@@ -54,11 +54,11 @@ def roots(*programs: str, cases: bool) -> list[Key]:
     found = [("fastlayers_server.__main__", "main")]
     for name, source in made.modules.items():
         own = name.partition(".")[0]
-        guarded = own.startswith("fastlayers") and "__main__" in source.made_strings()
+        guarded = own.startswith("fastlayers") and "__main__" in source.compared_strings()
         if guarded:
             found.append((name, ""))
         if own in programs or (cases and name.startswith("fastlayers.testing")):
-            found += [(name, ""), *((name, each) for each in source.made)]
+            found += [(name, ""), *((name, each) for each in source.definitions)]
     for layer in (*LAYERS, *COLLECTIVES):
         table = builtin_registry(layer)
         found += [(table.cases, "SPEC")] if cases else []

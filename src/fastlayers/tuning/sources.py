@@ -63,15 +63,22 @@ class Module:
         tree = ast.parse(self.source)
         self._bind(tree.body)
         for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                for each in node.names:
-                    name = each.name if each.asname else each.name.partition(".")[0]
-                    self.imports[each.asname or name] = (name, None)
-            elif isinstance(node, ast.ImportFrom):
-                parent = self._parent(node.level) if node.level else ""
-                where = ".".join(filter(None, (parent, node.module)))
-                for each in node.names:
-                    self.imports[each.asname or each.name] = (where, each.name)
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                self._import(node)
+
+    def _import(self, node: ast.Import | ast.ImportFrom) -> None:
+        if isinstance(node, ast.ImportFrom):
+            where = self.origin(node)
+            self.imports |= {each.asname or each.name: (where, each.name) for each in node.names}
+            return
+        for each in node.names:
+            name = each.name if each.asname else each.name.partition(".")[0]
+            self.imports[each.asname or name] = (name, None)
+
+    def origin(self, node: ast.ImportFrom) -> str:
+        """Return the whole name of the module that a statement of this one imports from."""
+        parent = self._parent(node.level) if node.level else ""
+        return ".".join(filter(None, (parent, node.module)))
 
     def _parent(self, level: int) -> str:
         pieces = self.name.split(".") if self.is_package else self.name.split(".")[:-1]
@@ -109,17 +116,17 @@ class Module:
         return self.source.encode().split(b"\n")
 
 
-def _path(node: ast.AST) -> tuple[str, ...]:
+def dotted_path(node: ast.AST) -> tuple[str, ...]:
     """Return the names of ``a.b.c``; empty if the expression is something else."""
     if isinstance(node, ast.Attribute):
-        before = _path(node.value)
+        before = dotted_path(node.value)
         return (*before, node.attr) if before else ()
     return (node.id,) if isinstance(node, ast.Name) else ()
 
 
 def _is_jitted(node: ast.AST) -> bool:
     decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
-    return any(_path(d.func if isinstance(d, ast.Call) else d)[-1:] in [(j,) for j in JITTED] for d in decorators)
+    return any(dotted_path(d.func if isinstance(d, ast.Call) else d)[-1:] in [(j,) for j in JITTED] for d in decorators)
 
 
 def _uses(
@@ -131,7 +138,7 @@ def _uses(
     """
     if isinstance(node, ast.JoinedStr) and not formatted:
         return
-    if isinstance(node, ast.Name | ast.Attribute) and (path := _path(node)):
+    if isinstance(node, ast.Name | ast.Attribute) and (path := dotted_path(node)):
         if path[0] not in local:
             yield node
         return
@@ -211,7 +218,7 @@ class Sources:
     def _used_by(self, definition: Definition) -> list[Definition]:
         """Return what a definition refers to."""
         if definition.key not in self._used:
-            paths = dict.fromkeys(_path(use) for node in definition.nodes for use in _uses(node))
+            paths = dict.fromkeys(dotted_path(use) for node in definition.nodes for use in _uses(node))
             found = {each.key: each for path in paths if (each := self._resolve(definition.module, path)) is not None}
             self._used[definition.key] = list(found.values())
         return self._used[definition.key]
@@ -271,7 +278,7 @@ class Sources:
             if isinstance(each, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(each) is not None:
                 cuts.append((_span(each.body[0]), b""))
         for use in _uses(node, False, local):
-            found = self._resolve(module, _path(use))
+            found = self._resolve(module, dotted_path(use))
             if found is not None and found.nodes != (node,):
                 cuts.append((_span(use), self._digest(found).encode()))
         lines = module.lines[first - 1 : end]
