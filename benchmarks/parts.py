@@ -476,7 +476,7 @@ PARTS = tuple(sorted((*_single(), *_served(), *_suites(), *_ranks(), *_layers(),
 HISTORY = {
     "bf12_trials_h200.jsonl": "products with weights of 12 bits in whole steps; benchmarks/notes/bf12.md",
     "tp8_layer_gathered_h200.jsonl": "tp8_layer as far as it came, gathered prompts; benchmarks/notes/tp8_layer.md",
-    "generate_ladders_h200.jsonl": "Qwen3-8B, one row by ladders without whole steps; benchmarks/notes/linear.md",
+    "generate_ladders_h200.jsonl": "newer ladders, Qwen3-8B's of one row mended since; benchmarks/notes/linear.md",
     "prompt_rows_h200.jsonl": "rows around grouped products of a prompt; benchmarks/notes/tp8_layer.md",
     "bf12_rows_h200.txt": "products of 32 rows with weights of 12 bits by wgmma; benchmarks/notes/bf12.md",
     "prompt_activate_h200.jsonl": "activations by blocks of rows and by pairs; benchmarks/notes/tp8_layer.md",

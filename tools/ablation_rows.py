@@ -41,11 +41,6 @@ def ratio_of(measured: list[Row]) -> float:
     return float(statistics.median(row["ratio"] for row in measured))
 
 
-def undecided(ratio: float, apart: float) -> bool:
-    """Say whether a ratio is no further from 1 than captures of one step lie apart: it decides nothing then."""
-    return 0 < apart >= abs(ratio - 1)
-
-
 def noise(runs: list[Row], found: list[Row], column: Column) -> tuple[float, float, float]:
     """Return between which microseconds captures of the step with everything on lie, and how far any such lie apart.
 

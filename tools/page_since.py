@@ -17,16 +17,15 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from performance_rows import DEVICE, RESULTS, ROOT, Row, lines_of, points, read
+from performance_rows import CALLS, DEVICE, RESULTS, ROOT, Row, lines_of, points, read
 
+from fastlayers import tuning
 from fastlayers.registry import LAYERS, builtin_registry
-from fastlayers.tuning import rung_at
 from fastlayers.tuning.sources import Sources, _all
+from fastlayers.tuning.sweep import parse_shape
 
 RECORD = RESULTS.parent / "page_kernels.json"
 SOURCE = "src/fastlayers"
-# Parts whose points are single calls of layers.
-PARTS = ("fp8_linear", "fused_moe", "mla", "gqa", "small_ops")
 Reader = Callable[[str], str | None]
 
 
@@ -100,7 +99,7 @@ def today() -> dict[str, Any]:
 def commit_of_points() -> str:
     """Return the commit at which most of the page's points of layers were timed."""
     found = Counter(
-        row["run"]["commit"] for part in PARTS for row in lines_of(part) if isinstance(row.get("run"), dict)
+        row["run"]["commit"] for part in CALLS for row in lines_of(part) if isinstance(row.get("run"), dict)
     )  # fmt: skip
     return found.most_common(1)[0][0] if found else ""
 
@@ -153,7 +152,7 @@ def _owner(kernel: str) -> str:
 def points_of_layers() -> dict[str, list[Row]]:
     """Return what ``auto`` took at each of the page's points, by layer."""
     found = defaultdict[str, list[Row]](list)
-    for part in PARTS:
+    for part in CALLS:
         for rows in points(read(part)).values():
             for row in [row for row in rows if row["auto"]][:1]:
                 found[row["layer"]].append(row)
@@ -165,32 +164,17 @@ def otherwise(row: Row, old: dict[str, Any], new: dict[str, Any]) -> bool:
     name = f"{row['layer']}/{row['backend']}"
     if old["backends"].get(name) != new["backends"].get(name):
         return True
-    shape = f"{row['layer']}/{key_of(row['cfg'])}"
+    shape = f"{row['layer']}/{key_of(row['layer'], row['cfg'])}"
     rungs = [each["ladders"].get(shape) for each in (old, new)]
-    before, after = (rung_at(each, row["tokens"]) if each else None for each in rungs)
+    before, after = (tuning.rung_at(each, row["tokens"]) if each else None for each in rungs)
     parts = [each and (each["backend"], each["config"]) for each in (before, after)]
     return parts[0] != parts[1]
 
 
 @lru_cache
-def key_of(cfg: str) -> str | None:
+def key_of(layer: str, cfg: str) -> str | None:
     """Return the key of the table of a shape that a result names by its configuration's ``repr``."""
-    from fastlayers.tuning import key_of
-
-    return key_of(eval(cfg, _names()))
-
-
-@lru_cache
-def _names() -> dict[str, Any]:
-    import torch
-
-    from fastlayers.registry.spec import spec_of
-
-    found: dict[str, Any] = {"torch": torch, "inf": float("inf")}
-    for layer in LAYERS:
-        for case in spec_of(layer).cases:
-            found[type(case.cfg).__name__] = type(case.cfg)
-    return found
+    return tuning.key_of(parse_shape(layer, cfg))
 
 
 def main() -> None:

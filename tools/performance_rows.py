@@ -25,6 +25,8 @@ VLLM = {
 MISSING = "not measured yet"
 # Backends whose kernels are this project's; triton_kernels is a package.
 OURS = ("triton", "triton_swizzled", "gluon", "wgmma")
+# Parts whose points are single calls of layers.
+CALLS = ("fp8_linear", "fused_moe", "mla", "gqa", "small_ops")
 
 
 def read(part: str) -> list[Row]:

@@ -12,7 +12,7 @@ import re
 import statistics
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,21 @@ import marked
 import page_since
 import slower_points
 from limit_targets import limits
-from performance_rows import DEVICE, MISSING, OURS, PEERS, RESULTS, ROOT, VLLM, Row, files, lines_of, points, read
+from performance_rows import (
+    CALLS,
+    DEVICE,
+    MISSING,
+    OURS,
+    PEERS,
+    RESULTS,
+    ROOT,
+    VLLM,
+    Row,
+    files,
+    lines_of,
+    points,
+    read,
+)
 from result_origins import unsaid
 from serving_tables import serving
 from svg_plots import Plot, svg
@@ -319,9 +333,7 @@ def since() -> str:
     for file, how in (
         ("generate_bf12_h200", ", `bf12`"), ("generate_wgmma_h200", ""), ("generate_ladders_h200", ", newer ladders"),
     ):  # fmt: skip
-        head: Row = {}
-        for row in lines_of(f"../{file}"):
-            head = row if "command" in row else head
+        for head, row in described(file):
             # Its ladders of one row were mended since: notes/linear.md.
             mended = (file, row.get("model"), row.get("batch")) == ("generate_ladders_h200", "qwen3_8b", 1)
             if "tpot_ms" in row and not mended:
@@ -341,12 +353,18 @@ def since() -> str:
     return "\n".join(lines)
 
 
+def described(result: str) -> Iterator[tuple[Row, Row]]:
+    """Yield the rows of a result that no part of the page has, each behind what describes its run."""
+    head: Row = {}
+    for row in lines_of(f"../{result}"):
+        head = row if "command" in row else head
+        yield head, row
+
+
 def layer_since() -> list[str]:
     """A line each: what a layer of DeepSeek-V3 takes by a newer run, which ended before its last rows."""
     found = []
-    head: Row = {}
-    for row in lines_of("../tp8_layer_gathered_h200"):
-        head = row if "command" in row else head
+    for head, row in described("tp8_layer_gathered_h200"):
         if row.get("what") in ("decode", "prefill") and "us" in row:
             name = "batch" if row["what"] == "decode" else "tokens"
             same = [each for each in lines_of("tp8_layer") if all(each.get(key) == row[key] for key in ("what", name))]
@@ -429,7 +447,6 @@ def nearest() -> str:
     return "\n".join([head, *lines]) if lines else MISSING
 
 
-LAYERS = ("fp8_linear", "fused_moe", "mla", "gqa", "small_ops")
 TABLES: dict[str, Callable[[], str]] = {
     "targets": targets,
     "slower": lambda: slower_points.table(False, NEVER_SLOWER, shape_of),
@@ -440,14 +457,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "latencies": latencies,
     "since": since,
     "serving": serving,
-    **{part: partial(layer_table, part) for part in LAYERS},
+    **{part: partial(layer_table, part) for part in CALLS},
 }
 
 
 def plots() -> dict[str, str]:
     """Return SVG documents by file name: µs over tokens for each shape, and a roofline for each layer."""
     found = {}
-    for part in LAYERS:
+    for part in CALLS:
         rows = [row for row in read(part) if "key" in row]
         by_shape: dict[str, list[Row]] = defaultdict(list)
         for row in rows:

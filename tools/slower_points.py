@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from performance_rows import OURS, Row, points, read
+from performance_rows import CALLS, OURS, Row, points, read
 
 # By how much another of our own rows must be faster: less is what runs of one call differ by.
 BEATEN = 1.05
-PARTS = ("fp8_linear", "fused_moe", "mla", "gqa", "small_ops")
 
 
 def pairs(part: str, own: bool) -> list[tuple[float, Row, Row]]:
@@ -34,7 +33,7 @@ def how(row: Row) -> str:
 
 def table(own: bool, most: float, shape_of: Callable[[Row], str]) -> str:
     """A line a point at which ``auto`` took more than ``most`` times the fastest other, the worst first."""
-    every = [each for part in PARTS for each in pairs(part, own)]
+    every = [each for part in CALLS for each in pairs(part, own)]
     lines = ["| shape | tokens | context | auto | µs | faster | µs | ratio |", "|---|---|---|---|---|---|---|---|"]
     slower = sorted((each for each in every if each[0] > most), key=lambda each: -each[0])
     for ratio, taken, best in slower:

@@ -21,6 +21,7 @@ from fastlayers.attention.meta import AttentionBatch
 from fastlayers.attention.mla.config import MLAConfig
 from fastlayers.attention.mla.prefix_chunks import MLAThresholds, select_path
 from fastlayers.registry import builtin_registry
+from fastlayers_server.ablation import undecided
 from fastlayers_server.known_models import DEEPSEEK_V3
 
 ROOT = Path(__file__).parents[1]
@@ -338,7 +339,7 @@ def switched(words: str) -> Found:
     apart = {column: ablation_rows.noise(runs, found, column)[2] for column in ratios}
     beside = {column: f" ± {far:.1%}" if far else "" for column, far in apart.items()}
     text = "; ".join(f"{told[column]}: {ratio:.3f} ×{beside[column]}" for column, ratio in ratios.items())
-    open_ = [column for column, ratio in ratios.items() if ablation_rows.undecided(ratio, apart[column])]
+    open_ = [column for column, ratio in ratios.items() if undecided(ratio, apart[column])]
     lost = f"no further from 1 than captures differ, which decides nothing: {'; '.join(told[c] for c in open_)}"
     lost = lost if open_ else ""
     less = [100 * (1 - ratio) for ratio in ratios.values() if ratio < 1]

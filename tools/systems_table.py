@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / name) for name in ("models", "server"))]
-from ablation_rows import Column, Row, noise, of_last_commit, ratio_of, rows, undecided  # noqa: E402
+from ablation_rows import Column, Row, noise, of_last_commit, ratio_of, rows  # noqa: E402
 from result_origins import listed  # noqa: E402
 from systems_figures import OFF_BY_DEFAULT  # noqa: E402
 from systems_items import FIGURES  # noqa: E402
 
-from fastlayers_server.ablation import SWITCHES  # noqa: E402
+from fastlayers_server.ablation import SWITCHES, undecided  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "systems.md"

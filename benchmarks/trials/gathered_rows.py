@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from fastlayers.integers import cdiv
 from fastlayers.moe.fused_moe.cases import make_inputs, prepare, run
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.packages import deep_gemm
@@ -54,7 +53,7 @@ def parts(cfg: FusedMoEConfig, inputs: Any, plans: tuple[Plan, ...]) -> Iterator
     yield "quantise", quantised
     scattered = partial(scatter, x, rows, "fp8_block", False, COLUMN_SCALES)
     yield "scatter", scattered
-    average = cdiv(len(x) * cfg.top_k, cfg.num_experts)
+    average = deep_gemm.average_rows(len(x), cfg)
     xq, xs = scattered()
     first = partial(deep_gemm.grouped_product, xq, xs, inputs["w13"], inputs["w13_scale"], rows, ALIGN, average)
     yield "deep_gemm's first product", first

@@ -430,6 +430,11 @@ def rows(
                     yield {"model": name, "batch": batch, **switch_row(switch, stack, rounds)}
 
 
+def undecided(ratio: float, noise: float) -> bool:
+    """Say whether a ratio is no further from 1 than captures of one step lie apart: it decides nothing then."""
+    return 0 < noise >= abs(ratio - 1)
+
+
 def switch_row(switch: Switch, stack: Stack, rounds: int) -> dict[str, Any]:
     """Time a step with a switch off and on, in turns, and compare what both compute.
 

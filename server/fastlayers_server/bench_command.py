@@ -216,9 +216,11 @@ def _show_model(rows: Sequence[dict[str, Any]], out: Console) -> None:
 
 def _with_noise(row: dict[str, Any]) -> str:
     """Return a ratio, what captures of one way differ by, and whether that leaves anything of it."""
+    from fastlayers_server.ablation import undecided
+
     told, noise = f"{row['ratio']:.3f}", row.get("noise", 0.0)
     told += f" ± {noise:.1%}" if noise else ""
-    return f"{told}, decides nothing" if noise and abs(row["ratio"] - 1) <= noise else told
+    return f"{told}, decides nothing" if undecided(row["ratio"], noise) else told
 
 
 def _show_ablation(rows: Sequence[dict[str, Any]], out: Console) -> None:

@@ -516,7 +516,7 @@ def test_the_page_says_which_kernels_are_others_since(monkeypatch: pytest.Monkey
     assert since.changed().splitlines()[2:] == []
     timed = since.points_of_layers()
     row = next(row for row in timed["gqa"] if row["backend"] == "triton" and row["tokens"] == 64)
-    shape = f"gqa/{since.key_of(row['cfg'])}"
+    shape = f"gqa/{since.key_of(row['layer'], row['cfg'])}"
     kernel = next(name for name in new["kernels"] if name.startswith("norm/rms_norm/"))
     other = json.loads(json.dumps(new))
     other["backends"]["router/triton"] = "other"

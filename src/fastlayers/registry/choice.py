@@ -46,14 +46,9 @@ class Choice:
 
         Rungs of one backend and configuration share what is built: it is warmed up once.
         """
-        built: dict[Any, Any] = {}
-        impls = []
-        for rung in self.rungs:
-            what = rung.backend.name, rung.config
-            if what not in built:
-                built[what] = rung.build(self.cfg)
-            impls.append(built[what])
-        return Ladder(self, tuple(impls))
+        alike = {(rung.backend.name, rung.config): rung for rung in self.rungs}
+        built = {what: rung.build(self.cfg) for what, rung in alike.items()}
+        return Ladder(self, tuple(built[rung.backend.name, rung.config] for rung in self.rungs))
 
     def __repr__(self) -> str:
         return f"{self.layer}={self.name}"

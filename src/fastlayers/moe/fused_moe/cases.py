@@ -275,11 +275,15 @@ def bounds_of_few(case: Case) -> dict[str, Bound]:
     return {"y": Bound(2.5e-2, 4e-2)}
 
 
+_ORACLES = {
+    "deep_gemm_gathered": Oracle(f"{_HERE}.reference:ReferenceFusedMoE", bounds_of_few),
+    **dict.fromkeys(_ROUNDING, Oracle(f"{_HERE}.reference:RoundedFusedMoE", bounds_of_rounding)),
+}
+
+
 def oracle(backend: str) -> Oracle | None:
     """Compare backends that round the first product with an oracle that does; one has other bounds for few tokens."""
-    if backend == "deep_gemm_gathered":
-        return Oracle(f"{_HERE}.reference:ReferenceFusedMoE", bounds_of_few)
-    return Oracle(f"{_HERE}.reference:RoundedFusedMoE", bounds_of_rounding) if backend in _ROUNDING else None
+    return _ORACLES.get(backend)
 
 
 def refresh(impl: Any, inputs: dict[str, Any], context: Any) -> None:

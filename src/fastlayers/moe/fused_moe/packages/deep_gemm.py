@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fastlayers.integers import cdiv
 from fastlayers.linear.fp8_block.deep_gemm import token_counts
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.experts_operator import ExpertsBackend, experts_operator
@@ -43,6 +44,11 @@ def _alignment(rows: int) -> Iterator[Any]:
         yield deep_gemm
     finally:
         native.set_mk_alignment_for_contiguous_layout(before)
+
+
+def average_rows(tokens: int, cfg: FusedMoEConfig) -> int:
+    """Return how many rows a routed expert has of so many tokens, rounded up."""
+    return cdiv(tokens * cfg.top_k, cfg.num_experts)
 
 
 def grouped_product(
@@ -73,7 +79,7 @@ def _chunk(
 ) -> None:  # fmt: skip
     """Compute ``y`` of one chunk's tokens; ``align`` 0: by the expected rows of an expert."""
     tokens, experts = x.shape[0], cfg.all_experts
-    average = -(-tokens * cfg.top_k // cfg.num_experts)
+    average = average_rows(tokens, cfg)
     align = align or ALIGNMENTS[average > ALIGNMENTS[0]]
     # A masked expert's rows end with a whole tile: nothing of the next expert is written.
     capacity = -(-tokens // align) * align if masked else None
@@ -118,8 +124,7 @@ class DeepGemmFusedMoE(ExpertsBackend):
     @staticmethod
     def candidates(cfg: FusedMoEConfig, num_tokens: int) -> list[dict[str, int]]:
         """Return what the tuner tries for ``num_tokens``, the own rule first."""
-        average = -(-num_tokens * cfg.top_k // cfg.num_experts)
-        first = average > ALIGNMENTS[0]
+        first = average_rows(num_tokens, cfg) > ALIGNMENTS[0]
         return [{"align": ALIGNMENTS[first]}, {"align": ALIGNMENTS[not first]}]
 
 

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 import torch
 
 from fastlayers.errors import check_choice, check_keys
-from fastlayers.integers import cdiv
 from fastlayers.linear.fp8_block.deep_gemm import token_counts
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.experts_operator import ExpertsBackend, experts_operator
@@ -26,7 +25,7 @@ from fastlayers.moe.fused_moe.triton.reduce import combine
 from fastlayers.moe.fused_moe.weights import MoEWeights
 
 # Rows of a tile of the second product, of which an expert's first row is a multiple: a whole block of the first.
-ALIGN = 128
+ALIGN = max(deep_gemm.ALIGNMENTS)
 
 
 @experts_operator("fused_moe_deep_gemm_gathered")
@@ -41,7 +40,7 @@ def _fused_moe(
         rows = place(ids, cfg.num_experts, cfg.num_shared, align=ALIGN, tokens_of_rows=True)
         codes, scale = quantize(chunk, None, cfg.all_experts, cfg.quant, ue8m0)
         a, s = gathered_gate_up(codes, scale, packed.w13, packed.w13_scale, rows, plan, ue8m0)
-        average = cdiv(chunk.shape[0] * cfg.top_k, cfg.num_experts)
+        average = deep_gemm.average_rows(chunk.shape[0], cfg)
         o = deep_gemm.grouped_product(a, s, packed.w2, packed.w2_scale, rows, ALIGN, average)
         combine(o, weights, ids, None, rows, cfg.num_shared, cfg.scaling_factor, out)
     return y
@@ -60,7 +59,7 @@ class DeepGemmGatheredFusedMoE(ExpertsBackend):
         super().__init__(cfg)
         if config:
             check_keys("fused_moe", "config of the deep_gemm_gathered backend", config, Plan._fields)
-            check_choice("fused_moe", "config['m']", config["m"], (ALIGN // 2, ALIGN))
+            check_choice("fused_moe", "config['m']", config["m"], deep_gemm.ALIGNMENTS)
         plan = Plan(**config) if config else PLANS[0]
         self.numbers = list(plan)
 
